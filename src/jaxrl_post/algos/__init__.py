@@ -1,0 +1,1 @@
+"""Rewards to advantages to loss: arrays in, arrays out, no model."""

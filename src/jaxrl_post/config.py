@@ -1,0 +1,376 @@
+"""The root of the configuration tree, `--exp` and `--set`.
+
+An experiment is a Python file with `get_config() -> config.Run`. Each class of
+the tree stands beside the code that reads it; this file composes them, checks
+what spans two rooms, and edits leaves.
+"""
+
+import ast
+import collections.abc
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import pathlib
+import sys
+import types as python_types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxrl_post import types
+from jaxrl_post.algos import grpo
+from jaxrl_post.data import dataset
+from jaxrl_post.envs import evaluate
+from jaxrl_post.envs import stream as streams
+from jaxrl_post.models import decoder
+from jaxrl_post.placement import mesh
+from jaxrl_post.rewards import pool
+from jaxrl_post.runtime import checkpoint as checkpoints
+from jaxrl_post.sampling import engine
+from jaxrl_post.training import optim as optims
+from jaxrl_post.training import warmup as warmups
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """One run.
+
+  Attributes:
+    model: the policy.
+    data: what it is asked.
+    rewards: how answers are scored.
+    algo: rewards to advantages to loss.
+    optim: the optimizer.
+    sampling: the rollouts.
+    stream: how generation runs beside training.
+    placement: which devices do what.
+    checkpoint: what is kept on disk.
+    evaluation: how the policy is tested on held-out prompts.
+    warmup: supervised steps before the first rollout.
+    num_steps: batches to train on.
+    groups_per_step: prompts in a batch.
+    group_size: rollouts of each prompt.
+    max_lag: how many versions a trained token may be behind the trainer.
+    seed: of weights, data order and sampling.
+    logged_groups: groups a step whose rollouts are written to rollouts.txt.
+  """
+
+  model: decoder.Model
+  data: dataset.Data
+  rewards: pool.Rewards
+  algo: types.Algorithm = grpo.Grpo()
+  optim: optims.Optim = optims.Optim()
+  sampling: engine.Sampling = engine.Sampling()
+  stream: streams.StreamConfig = streams.StreamConfig()
+  placement: mesh.Placement = mesh.Placement()
+  checkpoint: checkpoints.Checkpoint = checkpoints.Checkpoint()
+  evaluation: evaluate.Evaluation = evaluate.Evaluation()
+  warmup: warmups.Warmup = warmups.Warmup()
+  num_steps: int = 100
+  groups_per_step: int = 8
+  group_size: int = 8
+  max_lag: int = 1
+  seed: int = 0
+  logged_groups: int = 1
+
+  def __post_init__(self) -> None:
+    rules = (
+      ("num_steps", self.num_steps >= 1, ">= 1"),
+      ("groups_per_step", self.groups_per_step >= 1, ">= 1"),
+      # A group of one has no other rollout to be compared with.
+      ("group_size", self.group_size >= 2, ">= 2"),
+      ("max_lag", self.max_lag >= 0, ">= 0"),
+      ("seed", self.seed >= 0, ">= 0"),
+      ("logged_groups", self.logged_groups >= 0, ">= 0"),
+    )
+    for name, holds, rule in rules:
+      if not holds:
+        raise types.InputError(
+          f"{name}: expected {rule}, got {getattr(self, name)}. Correct it."
+        )
+    if self.max_lag and not self.stream.asynchronous:
+      raise types.InputError(
+        f"stream.asynchronous: expected true with max_lag={self.max_lag}, got "
+        "false. Set max_lag=0 or stream.asynchronous=true."
+      )
+
+  @property
+  def rows(self) -> int:
+    """Rollouts in a batch."""
+    return self.groups_per_step * self.group_size
+
+  @property
+  def length(self) -> int:
+    """Tokens of the longest rollout, prompt included."""
+    return self.data.max_prompt + self.sampling.max_tokens
+
+
+# Settings that change how far or where a run goes, not what it computes: a run
+# may be continued with others. All else must stay.
+MAY_CHANGE = (
+  "num_steps",
+  "placement",
+  "checkpoint",
+  "evaluation.every",
+  "logged_groups",
+  "stream.stall_s",
+)
+
+
+# ------------------------------------------------------------------ --exp
+
+
+def load(experiment: str, folder: pathlib.Path) -> Run:
+  """Finds an experiment and calls its `get_config`.
+
+  Args:
+    experiment: NAME of a file in `folder`, or a path to one; followed by
+      `:function` it calls that instead of `get_config`.
+    folder: where named experiments are.
+
+  Returns:
+    The configuration, with the file's defaults.
+
+  Raises:
+    InputError: there is no such experiment or function, it needs a package
+      that is not installed, or it does not return a `Run`.
+  """
+  name, _, function = experiment.partition(":")
+  function = function or "get_config"
+  path = pathlib.Path(name)
+  if path.suffix != ".py":
+    path = folder / f"{name}.py"
+  if not path.is_file():
+    known = sorted(p.stem for p in folder.glob("[!_]*.py"))
+    raise types.InputError(
+      f"--exp={experiment}: expected a file, got none at {path}."
+      f"{_near(name, known)} Known: {', '.join(known) or 'none'}."
+    )
+  module = _module(path)
+  make = getattr(module, function, None)
+  if not callable(make):
+    raise types.InputError(
+      f"--exp={experiment}: expected a function {function} in {path}, got "
+      "none. Name one that is there."
+    )
+  run = make()
+  if not isinstance(run, Run):
+    raise types.InputError(
+      f"--exp={experiment}: expected {function}() to return config.Run, got "
+      f"{type(run).__name__}. Return one."
+    )
+  return run
+
+
+def _module(path: pathlib.Path) -> python_types.ModuleType:
+  # A name of its own: workers of the reward pool load the file under it too.
+  name = f"jaxrl_post_experiment_{path.stem}"
+  spec = importlib.util.spec_from_file_location(name, path.resolve())
+  assert spec is not None
+  assert spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module
+  try:
+    spec.loader.exec_module(module)
+  except ModuleNotFoundError as error:
+    raise types.InputError(
+      f"--exp={path}: expected the package {error.name!r}, which is not "
+      "installed. Install it; README.md lists the extras."
+    ) from error
+  return module
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+  close = difflib.get_close_matches(name, known, 1)
+  return f" Did you mean {close[0]!r}?" if close else ""
+
+
+# ------------------------------------------------------------------ --set
+
+
+def override(run: Run, assignments: Sequence[str]) -> Run:
+  """Edits leaves, left to right.
+
+  Args:
+    run: the configuration.
+    assignments: each `dotted.name=value`; the value is read by the type of
+      the leaf, `none` where it may be None, `module:name` for a function.
+
+  Returns:
+    A new configuration, checked.
+
+  Raises:
+    InputError: there is no such leaf, or the value is not of its type.
+  """
+  for assignment in assignments:
+    name, equals, value = assignment.partition("=")
+    if not equals:
+      raise types.InputError(
+        f"--set {assignment}: expected name=value, got no '='. Add a value."
+      )
+    run = _replace(run, name.split("."), value, f"--set {name}")
+  return run
+
+
+def _replace(node: Any, path: list[str], text: str, place: str) -> Any:
+  head, *rest = path
+  names = [f.name for f in dataclasses.fields(node)]
+  if head not in names:
+    raise types.InputError(
+      f"{place}: {type(node).__name__} has no field {head!r}."
+      f"{_near(head, names)} Fields: {', '.join(names)}."
+    )
+  child = getattr(node, head)
+  inner = dataclasses.is_dataclass(child)
+  if bool(rest) != inner:
+    hint = f"set one of its fields: {', '.join(_field_names(child))}"
+    raise types.InputError(
+      f"{place}: expected a leaf, got {'a group' if inner else 'more'} at "
+      f"{head!r}. {hint if inner else 'It has no fields.'}"
+    )
+  if inner:
+    value = _replace(child, rest, text, place)
+  else:
+    annotation = typing.get_type_hints(type(node))[head]
+    value = _parse(text, annotation, place)
+  return dataclasses.replace(node, **{head: value})
+
+
+def _field_names(node: Any) -> list[str]:
+  if not dataclasses.is_dataclass(node):
+    return []
+  return [f.name for f in dataclasses.fields(node)]
+
+
+def _parse(text: str, annotation: Any, place: str) -> Any:
+  """Reads a value as its annotation says."""
+  origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+  error = types.InputError(
+    f"{place}: expected {_type_name(annotation)}, got {text!r}. Correct it."
+  )
+  if origin in (typing.Union, python_types.UnionType):
+    if type(None) in args and text.lower() == "none":
+      return None
+    rest = [a for a in args if a is not type(None)]
+    return _parse(text, rest[0], place)
+  if origin is typing.Literal and text in args:
+    return text
+  if origin is tuple:
+    return _parse_tuple(text, args, place, error)
+  if origin is not None and origin is not collections.abc.Callable:
+    raise error
+  return _parse_plain(text, annotation, error)
+
+
+def _parse_plain(text: str, annotation: Any, error: types.InputError) -> Any:
+  if annotation is str:
+    return text
+  if annotation is bool:
+    if text.lower() not in ("true", "false"):
+      raise error
+    return text.lower() == "true"
+  if annotation in (int, float):
+    try:
+      return annotation(text)
+    except ValueError as cause:
+      raise error from cause
+  return _parse_function(text, error)
+
+
+def _parse_tuple(
+  text: str, args: tuple[Any, ...], place: str, error: types.InputError
+) -> tuple[Any, ...]:
+  if args[-1] is not Ellipsis or typing.get_origin(args[0]) is tuple:
+    try:
+      value = ast.literal_eval(text)
+    except (ValueError, SyntaxError) as cause:
+      raise error from cause
+    if not isinstance(value, tuple):
+      raise error
+    return value
+  parts = [part.strip() for part in text.split(",") if part.strip()]
+  return tuple(_parse(part, args[0], place) for part in parts)
+
+
+def _parse_function(text: str, error: types.InputError) -> Callable[..., Any]:
+  module, _, name = text.partition(":")
+  try:
+    value = getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError, ValueError) as cause:
+    raise error from cause
+  if not callable(value):
+    raise error
+  return value
+
+
+def _type_name(annotation: Any) -> str:
+  origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+  if origin is typing.Literal:
+    return " or ".join(repr(a) for a in args)
+  if origin in (typing.Union, python_types.UnionType):
+    return " or ".join(_type_name(a) for a in args)
+  if annotation is type(None):
+    return "none"
+  if annotation is bool:
+    return "true or false"
+  if isinstance(annotation, type) and origin is None:
+    return annotation.__name__
+  return "module:name of a function" if origin is not tuple else "a tuple"
+
+
+# -------------------------------------------------------------- looking at it
+
+
+def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
+  """Returns every leaf of a configuration by its dotted name."""
+  found = {}
+  for field in dataclasses.fields(node):
+    value, name = getattr(node, field.name), f"{prefix}{field.name}"
+    if dataclasses.is_dataclass(value):
+      found.update(leaves(value, f"{name}."))
+    else:
+      found[name] = value
+  return found
+
+
+def to_json(node: Any) -> Any:
+  """Returns a configuration as JSON holds it; functions as module:name.
+
+  A class that could be another one, such as an algorithm, is named by `class`.
+  """
+  if dataclasses.is_dataclass(node):
+    names = [f.name for f in dataclasses.fields(node)]
+    fields = {name: to_json(getattr(node, name)) for name in names}
+    kind = type(node)
+    return {"class": f"{kind.__module__}:{kind.__qualname__}", **fields}
+  if isinstance(node, tuple):
+    return [to_json(x) for x in node]
+  if isinstance(node, dict):
+    return {name: to_json(x) for name, x in node.items()}
+  if callable(node):
+    return _function_name(node)
+  return node
+
+
+def _function_name(function: Any) -> str:
+  inner = getattr(function, "func", None)  # functools.partial
+  if inner is not None:
+    extra = {**dict(enumerate(function.args)), **function.keywords}
+    options = ", ".join(f"{k}={v!r}" for k, v in extra.items())
+    return f"{_function_name(inner)}({options})"
+  return f"{function.__module__}:{function.__qualname__}"
+
+
+def describe(run: Run) -> str:
+  """Returns the resolved tree as lines `name = value`, and what a step is."""
+  lines = [f"{name} = {_show(v)}" for name, v in leaves(run).items()]
+  return "\n".join(lines)
+
+
+def _show(value: Any) -> str:
+  if isinstance(value, tuple):
+    return f"({', '.join(_show(v) for v in value)})"
+  if callable(value):
+    return _function_name(value)
+  return repr(value)

@@ -1,0 +1,1 @@
+"""Prompts, tokenizers, and rows for the device."""

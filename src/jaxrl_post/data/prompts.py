@@ -1,0 +1,198 @@
+"""Examples to prompts: token ids, in the order of the run.
+
+A prompt's identity is its draw (`uid`), not its text or its place in the data:
+the same item drawn twice is two prompts.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import grain
+from absl import logging
+
+from jaxrl_post import types
+
+
+@runtime_checkable
+class Source(Protocol):
+  """What a configuration names as its data."""
+
+  def load(self) -> tuple[types.Example, ...]:
+    """Reads the examples."""
+    ...
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+  """The part of a tokenizer that prompts need."""
+
+  def prompt_ids(
+    self, prompt: str | tuple[Mapping[str, str], ...]
+  ) -> tuple[list[int] | tuple[int, ...], str]:
+    """Returns the ids of a prompt and the text that they stand for."""
+    ...
+
+
+@types.host_record
+class Prompts:
+  """The prompts of a run by uid; built by `load`.
+
+  Attributes:
+    items: each kept example once; its uid here is its place among them.
+    order: place of the item that the uid-th draw takes.
+    dropped: examples left out because they were too long.
+    digest: SHA-256 over ids and references; tells other data on resume.
+  """
+
+  items: tuple[types.Prompt, ...]
+  order: grain.MapDataset
+  dropped: int
+  digest: str
+
+  @property
+  def size(self) -> int:
+    """The number of items kept, which is the length of an epoch."""
+    return len(self.items)
+
+  def __len__(self) -> int:
+    """Counts the draws of all epochs; `sys.maxsize` when they never end."""
+    return len(self.order)
+
+  def __getitem__(self, uid: int) -> types.Prompt:
+    """Returns the uid-th draw; any uid, in any order.
+
+    Raises:
+      IndexError: outside [0, len).
+    """
+    if not 0 <= uid < len(self):
+      raise IndexError(f"uid {uid} of {len(self)} draws")
+    place: Any = self.order[uid]  # grain's elements have no type
+    item = self.items[place]
+    return types.Prompt(
+      uid=uid, tokens=item.tokens, text=item.text, reference=item.reference
+    )
+
+
+def load(
+  source: Source,
+  tokenizer: Tokenizer,
+  *,
+  max_tokens: int,
+  seed: int,
+  epochs: int | None,
+  shuffle: bool = True,
+  system: str | None = None,
+) -> Prompts:
+  """Reads a source, encodes it and sets the order of the run.
+
+  Args:
+    source: the examples.
+    tokenizer: encodes them.
+    max_tokens: longest prompt; longer ones are dropped whole, never cut, and
+      counted in one line of the log.
+    seed: of the order; not negative.
+    epochs: passes over the data; None never ends.
+    shuffle: takes another permutation each epoch; False keeps the source's
+      order, for evaluation.
+    system: a system message put before every prompt.
+
+  Returns:
+    Prompts in which each epoch holds every kept item exactly once. Equal seeds
+    give equal orders, and uids 0, 1, ... name the draws.
+
+  Raises:
+    types.InputError: for a setting out of range, a prompt without tokens, or
+      when no prompt is short enough.
+  """
+  _check(max_tokens=max_tokens, seed=seed, epochs=epochs)
+  examples = source.load()
+  encoded = [_encode(e, i, tokenizer, system) for i, e in enumerate(examples)]
+  kept = tuple(item for item in encoded if len(item.tokens) <= max_tokens)
+  dropped = len(encoded) - len(kept)
+  if not kept:
+    shortest = min((len(item.tokens) for item in encoded), default=0)
+    raise types.InputError(
+      f"data.max_tokens: expected a prompt of at most {max_tokens} tokens, got "
+      f"{len(encoded)} examples, the shortest of {shortest}. Raise the limit."
+    )
+  if dropped:
+    logging.warning(
+      "data: %d of %d prompts dropped, longer than max_tokens=%d.",
+      dropped,
+      len(encoded),
+      max_tokens,
+    )
+  order = grain.MapDataset.source(range(len(kept))).seed(seed)
+  if shuffle:
+    order = order.shuffle()
+  return Prompts(
+    items=kept,
+    order=order.repeat(epochs),
+    dropped=dropped,
+    digest=_digest(kept),
+  )
+
+
+def _check(*, max_tokens: int, seed: int, epochs: int | None) -> None:
+  rules = (
+    (max_tokens >= 1, "max_tokens", ">= 1", max_tokens),
+    (seed >= 0, "seed", ">= 0", seed),
+    (epochs is None or epochs >= 1, "epochs", ">= 1 or None", epochs),
+  )
+  for holds, name, rule, value in rules:
+    if not holds:
+      raise types.InputError(
+        f"data.{name}: expected {rule}, got {value}. Correct the value."
+      )
+
+
+def _encode(
+  example: types.Example, index: int, tokenizer: Tokenizer, system: str | None
+) -> types.Prompt:
+  prompt = example.prompt
+  if system is not None:
+    prompt = _with_system(prompt, index, system)
+  ids, text = tokenizer.prompt_ids(prompt)
+  if not ids:
+    raise types.InputError(
+      f"data: expected a prompt with tokens, got none in example {index} "
+      f"({prompt!r}). Remove the example."
+    )
+  return types.Prompt(
+    uid=index, tokens=tuple(ids), text=text, reference=example.reference
+  )
+
+
+def _with_system(
+  prompt: str | tuple[Mapping[str, str], ...], index: int, system: str
+) -> tuple[Mapping[str, str], ...]:
+  if isinstance(prompt, str):
+    prompt = ({"role": "user", "content": prompt},)
+  if prompt and prompt[0]["role"] == "system":
+    raise types.InputError(
+      f"data.system: expected prompts without a system message, got one in "
+      f"example {index}. Leave data.system out, or take it from the data."
+    )
+  return ({"role": "system", "content": system}, *prompt)
+
+
+def _digest(items: tuple[types.Prompt, ...]) -> str:
+  digest = hashlib.sha256()
+  for item in items:
+    digest.update(_canonical((item.tokens, item.reference)).encode())
+  return digest.hexdigest()
+
+
+def _canonical(value: Any) -> str:
+  """Writes a value in a way that is the same in every process."""
+  if isinstance(value, Mapping):
+    pairs = (f"{_canonical(k)}:{_canonical(v)}" for k, v in value.items())
+    return "{" + ",".join(sorted(pairs)) + "}"
+  if isinstance(value, list | tuple):
+    return "[" + ",".join(map(_canonical, value)) + "]"
+  if isinstance(value, set | frozenset):
+    return "<" + ",".join(sorted(map(_canonical, value))) + ">"
+  if type(value).__repr__ is object.__repr__:
+    return type(value).__qualname__  # the default repr holds an address
+  return repr(value)

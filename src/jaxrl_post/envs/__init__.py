@@ -1,0 +1,1 @@
+"""Conversations, the ledger, and the bounded-lag stream of rollouts."""

@@ -1,0 +1,99 @@
+"""Scores a policy on held-out prompts, each once."""
+
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from jaxrl_post import types
+from jaxrl_post.envs import single_turn
+from jaxrl_post.rewards import pool as pools
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """When and how held-out prompts are answered.
+
+  Attributes:
+    every: steps between evaluations, besides those before the first and after
+      the last step; 0 for these two only.
+    temperature: 0 takes the most probable token.
+    top_k: see `types.SamplingParams`; likewise the next.
+    top_p: 1 keeps every token.
+    timeout_s: longest wait for the rewards of one evaluation.
+  """
+
+  every: int = 0
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  timeout_s: float = 600.0
+
+  def __post_init__(self) -> None:
+    if self.every < 0 or self.timeout_s <= 0:
+      raise types.InputError(
+        "evaluation: expected every >= 0 and timeout_s > 0, got "
+        f"{self.every} and {self.timeout_s}. Correct the value."
+      )
+
+  def due(self, step: int, num_steps: int) -> bool:
+    """Says whether the state after `step` batches is evaluated."""
+    ends = step in (0, num_steps)
+    return ends or (self.every > 0 and step % self.every == 0)
+
+
+def evaluate(
+  prompts: Sequence[types.Prompt],
+  *,
+  env: single_turn.SingleTurn,
+  generate: Callable[[Sequence[types.Request]], list[types.Completion]],
+  rewards: pools.Pool,
+  timeout_s: float,
+) -> tuple[dict[str, float], list[types.Group]]:
+  """Samples and scores every prompt.
+
+  Args:
+    prompts: the held-out set.
+    env: how to ask; its sampling decides between greedy and drawn.
+    generate: requests to completions in the same order.
+    rewards: scores the rollouts.
+    timeout_s: longest wait for all rewards together.
+
+  Returns:
+    `eval/reward`, `eval/reward_<part>`, `eval/truncated`, `eval/tokens` and
+    `eval/rollouts`, means over the rollouts that have a reward; and the groups.
+
+  Raises:
+    TimeoutError: the rewards took longer than `timeout_s`.
+  """
+  completions = generate([env.request(prompt) for prompt in prompts])
+  asked = [p for p in prompts for _ in range(env.group_size)]
+  futures = [
+    rewards.submit(env.rollout(prompt, completion))
+    for prompt, completion in zip(asked, completions, strict=True)
+  ]
+  concurrent.futures.wait(futures, timeout=timeout_s)
+  rollouts = [future.result(timeout=0) for future in futures]
+  scored = [r for r in rollouts if math.isfinite(r.reward)]
+  truncated = [r.completion.finish == "length" for r in rollouts]
+  metrics = {
+    "eval/reward": _mean([r.reward for r in scored]),
+    "eval/truncated": _mean(truncated),
+    "eval/tokens": _mean([len(r.completion.tokens) for r in rollouts]),
+    "eval/rollouts": float(len(rollouts)),
+  }
+  for name in sorted({part for r in scored for part in r.parts}):
+    parts = [r.parts[name] for r in scored if name in r.parts]
+    metrics[f"eval/reward_{name}"] = _mean(parts)
+  size = env.group_size
+  groups = [
+    types.Group(
+      prompt=prompt, rollouts=tuple(rollouts[i * size : (i + 1) * size])
+    )
+    for i, prompt in enumerate(prompts)
+  ]
+  return metrics, groups
+
+
+def _mean(values: Sequence[float]) -> float:
+  return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,435 @@
+"""Runs the ledger: prompts in, groups of scored rollouts out, lag bounded.
+
+`Stream` owns the engine of the training rollouts. Synchronously it pumps the
+engine inside `next`; asynchronously one worker thread pumps it all the time.
+Both run the same `_pump` under the same ledger, so at `max_lag=0` both train
+the same tokens.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal, Protocol, Self, runtime_checkable
+
+from jaxrl_post import types
+from jaxrl_post.data import frontier as frontiers
+from jaxrl_post.data import prompts as prompt_sets
+from jaxrl_post.envs import ledger as ledgers
+from jaxrl_post.envs import single_turn
+from jaxrl_post.rewards import pool as pools
+from jaxrl_post.runtime import clock as clocks
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamConfig:
+  """How generation may run beside training.
+
+  Attributes:
+    asynchronous: generate in a thread of its own; needed for max_lag > 0.
+    on_stale: "wait" for a group that reaches its deadline; or "drop" it,
+      counted, and go on.
+    filter_zero_signal: leave out groups whose rewards all agree and sample
+      other prompts instead.
+    max_filtered: most groups left out per group trained, over a step; beyond
+      it the run ends, since it would sample for ever.
+    stall_s: seconds without any progress after which a wait ends the run.
+  """
+
+  asynchronous: bool = True
+  on_stale: Literal["wait", "drop"] = "wait"
+  filter_zero_signal: bool = False
+  max_filtered: int = 20
+  stall_s: float = 1800.0
+
+  def __post_init__(self) -> None:
+    if self.stall_s <= 0 or self.max_filtered < 1:
+      raise types.InputError(
+        "stream: expected stall_s > 0 and max_filtered >= 1, got "
+        f"{self.stall_s} and {self.max_filtered}. Correct the value."
+      )
+
+
+@runtime_checkable
+class Engine(Protocol):
+  """What the stream needs of `sampling.engine.Engine`."""
+
+  @property
+  def room(self) -> int:
+    """Rows that are free."""
+    ...
+
+  @property
+  def busy(self) -> bool:
+    """Whether a step would make tokens."""
+    ...
+
+  def add(self, request: types.Request) -> None:
+    """Queues a group."""
+    ...
+
+  def step(self, params: types.Tree, version: int) -> list[types.Completion]:
+    """Makes one block and returns what ended in it."""
+    ...
+
+
+@dataclasses.dataclass
+class Counters:
+  """What the stream has made since it was opened."""
+
+  generated: int = 0
+  sampled_tokens: int = 0
+  filtered_in_step: int = 0
+
+
+class Stream:
+  """Groups of scored rollouts, none older than the bound when trained."""
+
+  def __init__(
+    self,
+    cfg: StreamConfig,
+    ledger: ledgers.Ledger,
+    *,
+    env: single_turn.SingleTurn,
+    engine: Engine,
+    prompts: prompt_sets.Prompts,
+    frontier: frontiers.Frontier,
+    rewards: pools.Pool,
+    clock: clocks.Clock,
+    verify: Callable[[types.Policy], None],
+  ) -> None:
+    """Prepares a stream; `with` starts it.
+
+    Args:
+      cfg: how to run.
+      ledger: from `ledgers.start`.
+      env: prompts to requests, completions to rollouts.
+      engine: samples.
+      prompts: what to ask, by uid.
+      frontier: which uids are done already.
+      rewards: scores.
+      clock: accounts the time of both stages.
+      verify: raises if a policy's weights did not arrive whole; called once a
+        policy, before its first block.
+
+    Raises:
+      InputError: max_lag above 0 without the worker thread.
+    """
+    if ledger.max_lag and not cfg.asynchronous:
+      raise types.InputError(
+        f"stream.asynchronous: expected true with max_lag={ledger.max_lag}, "
+        "got false. Set max_lag=0 or stream.asynchronous=true."
+      )
+    self._cfg, self._env, self._engine = cfg, env, engine
+    self._prompts, self._rewards, self._clock = prompts, rewards, clock
+    self._verify = verify
+    self._ledger, self._frontier = ledger, frontier
+    self._uids = frontiers.pending(frontier)
+    self._exhausted = False
+    self._groups: dict[int, _Assembly] = {}
+    self._scored: collections.deque[concurrent.futures.Future] = (
+      collections.deque()
+    )
+    self._policy: types.Policy | None = None
+    self._verified: types.Policy | None = None
+    self._updated_at = math.nan
+    self._published_at = math.nan
+    self._sync: dict[str, float] = {}
+    self._progress = time.monotonic()
+    self._closed = False
+    self._changed = threading.Condition()
+    self._thread: concurrent.futures.Future | None = None
+    self._stack = contextlib.ExitStack()
+    self.counters = Counters()
+
+  # ------------------------------------------------------- the trainer's side
+
+  def __enter__(self) -> Self:
+    """Starts the worker thread, if there is one."""
+    if self._cfg.asynchronous:
+      workers = concurrent.futures.ThreadPoolExecutor(1, "rollout")
+      self._stack.callback(workers.shutdown)
+      self._thread = workers.submit(self._work)
+      self._thread.add_done_callback(lambda _: self._notify())
+    else:
+      self._stack.enter_context(
+        self._clock.span("generation", "wait/weights_pending")
+      )
+    return self
+
+  def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    """Stops admitting, ends the worker after its block, and joins it.
+
+    Raises:
+      Exception: what the worker raised, unless another error is on its way.
+    """
+    with self._changed:
+      self._closed = True
+      self._changed.notify_all()
+    self._stack.close()
+    if error is None:
+      self._raise_if_dead()
+
+  def publish(self, policy: types.Policy, updated_at: float) -> None:
+    """Hands over the newest weights; sampling takes them at its next block.
+
+    Args:
+      policy: replaces the one before.
+      updated_at: time.monotonic() when its update had finished.
+    """
+    with self._changed:
+      self._policy, self._updated_at = policy, updated_at
+      self._published_at = time.monotonic()
+      self._apply(ledgers.Publish(policy.step))
+
+  def next(self) -> list[types.Group] | None:
+    """Waits for the next batch.
+
+    Returns:
+      `groups_per_step` groups by uid, none of whose tokens is older than
+      `max_lag` at the trainer's present version; or None when the data has
+      ended and cannot fill another batch.
+
+    Raises:
+      RunError: nothing moved for `stall_s`; the message says what waits.
+      Exception: whatever the worker or a reward raised.
+    """
+    self.counters.filtered_in_step = 0
+    while True:
+      with self._changed:
+        self._raise_if_dead()
+        self._drop_stale()
+        uids = ledgers.batch(self._ledger)
+        if uids:
+          return self._take(uids)
+        if self._ended():
+          logging.info(
+            "data ended: %d groups left over, too few for a batch of %d",
+            len(self._ledger.outstanding),
+            self._ledger.groups_per_step,
+          )
+          return None
+        if self._cfg.asynchronous:
+          self._await("training", self._training_reason(), self._batch_ready)
+          continue
+      with self._clock.span("training", "wait/queue_empty"):
+        self._pump()
+
+  @property
+  def ledger(self) -> ledgers.Ledger:
+    """Where every admitted group is."""
+    return self._ledger
+
+  @property
+  def frontier(self) -> frontiers.Frontier:
+    """Which uids have left, by whatever way."""
+    with self._changed:
+      return self._frontier
+
+  @property
+  def sync_seconds(self) -> dict[str, float]:
+    """Seconds that the newest sampled weights took, by metric name.
+
+    `sync/latency_s` is from the end of their update to their first block. Its
+    parts: `sync/reshard_s` until `publish`, `sync/copy_s` until they had
+    arrived and were checked, `sync/swap_s` until the block; the copy's part
+    holds the rest of the block that was under way.
+    """
+    with self._changed:
+      return dict(self._sync)
+
+  def _batch_ready(self) -> bool:
+    dead = self._thread is not None and self._thread.done()
+    return dead or self._ended() or bool(ledgers.batch(self._ledger))
+
+  def _take(self, uids: tuple[int, ...]) -> list[types.Group]:
+    self._apply(ledgers.Consume(uids))
+    for uid in uids:
+      self._frontier = frontiers.finish(self._frontier, uid)
+    return [self._groups.pop(uid).group() for uid in sorted(uids)]
+
+  def _ended(self) -> bool:
+    short = len(self._ledger.outstanding) < self._ledger.groups_per_step
+    return self._exhausted and short
+
+  def _training_reason(self) -> str:
+    states = {e.state for e in self._ledger.outstanding}
+    return "reward_pending" if states == {"scoring"} else "queue_empty"
+
+  # ------------------------------------------------- whoever pumps the engine
+
+  def _work(self) -> None:
+    while not self._closed:
+      self._pump()
+
+  def _pump(self) -> None:
+    """Moves everything on by at most one block."""
+    with self._clock.span("generation", "wait/host"):
+      self._collect()
+      policy = self._admit()
+      if policy is not None and self._engine.busy:
+        self._block(policy)
+      else:
+        with self._changed:
+          self._await("generation", self._generation_reason(), self._has_work)
+
+  def _collect(self) -> None:
+    """Books the rewards that have arrived; raises what they raised."""
+    while self._scored:
+      rollout: types.Rollout = self._scored.popleft().result()
+      uid = rollout.prompt.uid
+      with self._changed:
+        group = self._groups.get(uid)
+        if group is None:
+          continue
+        group.scored[rollout.completion.uid] = rollout
+        if len(group.scored) == self._env.group_size:
+          self._settle(uid, group)
+
+  def _settle(self, uid: int, group: "_Assembly") -> None:
+    rewards = [r.reward for r in group.scored.values()]
+    valid = [r for r in rewards if math.isfinite(r)]
+    if not valid:
+      self._leave(ledgers.Fail(uid))
+    elif self._cfg.filter_zero_signal and max(valid) == min(valid):
+      self._leave(ledgers.Filter(uid))
+      self.counters.filtered_in_step += 1
+      most = self._cfg.max_filtered * self._ledger.groups_per_step
+      if self.counters.filtered_in_step > most:
+        raise types.RunError(
+          f"stream.filter_zero_signal: expected a batch with signal within "
+          f"{most} groups, got none. The task is too easy, too hard, or its "
+          "reward is constant; or raise stream.max_filtered."
+        )
+    else:
+      self._apply(ledgers.Score(uid))
+
+  def _admit(self) -> types.Policy | None:
+    """Fills the engine as far as the window allows."""
+    with self._changed:
+      policy = self._policy
+      while (
+        policy is not None
+        and self._engine.room > 0
+        and ledgers.window(self._ledger) > 0
+        and not self._exhausted
+      ):
+        uid = next(self._uids)
+        if uid >= len(self._prompts):
+          self._exhausted = True
+          self._changed.notify_all()
+          break
+        prompt = self._prompts[uid]
+        self._engine.add(self._env.request(prompt))
+        self._groups[uid] = _Assembly(prompt)
+        self._apply(ledgers.Admit(uid))
+    return policy
+
+  def _block(self, policy: types.Policy) -> None:
+    if policy is not self._verified:
+      with self._changed:
+        updated, published = self._updated_at, self._published_at
+      with self._clock.span("generation", "sync"):
+        self._verify(policy)
+      self._verified, arrived = policy, time.monotonic()
+      self._sync = {
+        "sync/latency_s": time.monotonic() - updated,
+        "sync/reshard_s": published - updated,
+        "sync/copy_s": arrived - published,
+        "sync/swap_s": time.monotonic() - arrived,
+      }
+    with self._clock.span("generation", "busy"):
+      completions = self._engine.step(policy.params, policy.version)
+    self._progress = time.monotonic()
+    for completion in completions:
+      self._hand_to_reward(completion)
+
+  def _hand_to_reward(self, completion: types.Completion) -> None:
+    uid = self._env.owner(completion.uid)
+    with self._changed:
+      self.counters.generated += 1
+      self.counters.sampled_tokens += len(completion.tokens)
+      group = self._groups.get(uid)
+      if group is None:  # Dropped while it was sampled.
+        return
+      group.sampled += 1
+      group.tokens += len(completion.tokens)
+      if group.sampled == self._env.group_size:
+        self._apply(ledgers.Finish(uid, group.tokens))
+    future = self._rewards.submit(self._env.rollout(group.prompt, completion))
+    future.add_done_callback(self._on_scored)
+
+  def _on_scored(self, future: concurrent.futures.Future) -> None:
+    with self._changed:
+      self._scored.append(future)
+      self._changed.notify_all()
+
+  def _has_work(self) -> bool:
+    can_admit = self._policy is not None and not self._exhausted
+    can_admit = can_admit and ledgers.window(self._ledger) > 0
+    settled = not self._cfg.asynchronous and self._batch_ready()
+    return self._closed or bool(self._scored) or can_admit or settled
+
+  def _generation_reason(self) -> str:
+    if self._policy is None:
+      return "weights_pending"
+    states = {e.state for e in self._ledger.outstanding}
+    if "scoring" in states:
+      return "reward_pending"
+    full = ledgers.batch(self._ledger)
+    return "queue_full" if full else "lag_gate"
+
+  # ------------------------------------------------------------- both of them
+
+  def _await(self, stage: str, reason: str, ready: Callable[[], bool]) -> None:
+    """Waits for `ready` under the condition, with a deadline and a reason."""
+    with self._clock.span(stage, f"wait/{reason}"):
+      while not ready():
+        patience = self._progress + self._cfg.stall_s - time.monotonic()
+        if patience <= 0:
+          raise types.RunError(
+            f"stream: {stage} waited for {reason} and nothing moved for "
+            f"{self._cfg.stall_s:g} s (stream.stall_s); {self._ledger}"
+          )
+        self._changed.wait(patience)
+
+  def _raise_if_dead(self) -> None:
+    if self._thread is not None and self._thread.done():
+      self._thread.result(timeout=0)
+
+  def _drop_stale(self) -> None:
+    for uid in ledgers.stale(self._ledger):
+      self._leave(ledgers.Drop(uid))
+
+  def _leave(self, event: ledgers.Filter | ledgers.Fail | ledgers.Drop) -> None:
+    self._apply(event)
+    self._groups.pop(event.uid)
+    self._frontier = frontiers.finish(self._frontier, event.uid)
+
+  def _apply(self, event: ledgers.Event) -> None:
+    self._ledger = ledgers.apply(self._ledger, event)
+    self._progress = time.monotonic()
+    self._changed.notify_all()
+
+  def _notify(self) -> None:
+    with self._changed:
+      self._changed.notify_all()
+
+
+@dataclasses.dataclass
+class _Assembly:
+  """A group while its rollouts come in, in any order."""
+
+  prompt: types.Prompt
+  sampled: int = 0
+  tokens: int = 0
+  scored: dict[int, types.Rollout] = dataclasses.field(default_factory=dict)
+
+  def group(self) -> types.Group:
+    rollouts = tuple(self.scored[uid] for uid in sorted(self.scored))
+    return types.Group(prompt=self.prompt, rollouts=rollouts)

@@ -1,0 +1,299 @@
+"""The main loop: rollout, score, update, publish, record.
+
+Synchronous and asynchronous, colocated and split runs are values of the
+configuration; the loop never asks which. Copy `run` to do something else.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Callable
+
+import jax
+
+from jaxrl_post import config, prepare, record, types
+from jaxrl_post.algos import sft
+from jaxrl_post.data import frontier as frontiers
+from jaxrl_post.data import pack
+from jaxrl_post.envs import evaluate, ledger
+from jaxrl_post.envs import stream as streams
+from jaxrl_post.placement import programs
+from jaxrl_post.placement import trainer as trainers
+from jaxrl_post.rewards import pool
+from jaxrl_post.runtime import checkpoint
+from jaxrl_post.runtime import clock as clocks
+from jaxrl_post.sampling import engine
+from jaxrl_post.training import warmup
+
+# Uses of the run's key; the weights are drawn with number 0.
+_ROLLOUT_KEY, _EVAL_KEY = 1, 2
+
+
+def run(
+  cfg: config.Run, parts: prepare.Parts, folder: pathlib.Path
+) -> types.TrainState:
+  """Trains for `cfg.num_steps` batches, from the newest checkpoint if any.
+
+  Args:
+    cfg: the run.
+    parts: its host half.
+    folder: holds metrics, rollouts and checkpoints.
+
+  Returns:
+    The state after the last batch; it is also the last checkpoint.
+
+  Raises:
+    InputError: the checkpoint is of other data or another model.
+    RunError: or whatever a worker or a reward raised.
+  """
+  place = build(cfg, parts)
+  trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
+  with contextlib.ExitStack() as stack:
+    tools = open_tools(cfg, parts, place, folder, stack)
+    state, frontier, first = restore_or_start(
+      cfg, parts, place, trainer, tools.store
+    )
+    if first >= cfg.num_steps:
+      return state
+    policy = place.publish(state)
+    tools.notes.begin(first, policy.version, tools.test(policy, first))
+    rollouts = stack.enter_context(
+      open_stream(cfg, parts, place, tools, policy=policy, frontier=frontier)
+    )
+
+    for step in range(first + 1, cfg.num_steps + 1):
+      groups = rollouts.next()
+      if groups is None:
+        break
+      with tools.clock.span("training", "busy"):
+        batch = pack.pack(groups, rows=cfg.rows, length=cfg.length)
+        batch = trainer.score(state, batch)
+        state, values = trainer.update(state, batch)
+        values, batch = jax.device_get((values, batch))
+      updated = time.monotonic()
+      with tools.clock.span("training", "sync"):
+        policy = place.publish(state)
+      rollouts.publish(policy, updated)
+      with tools.clock.span("training", "wait/host"):
+        values |= tools.test(policy, step)
+        tools.notes.step(step, groups, batch, values, rollouts)
+      if checkpoint.due(cfg.checkpoint, step, cfg.num_steps):
+        tools.save(step, state, rollouts.frontier)
+    tools.save(int(state.step), state, rollouts.frontier)
+  return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+  """What the loop uses besides the steps.
+
+  Attributes:
+    clock: accounts the time of both stages.
+    rewards: scores rollouts.
+    store: checkpoints.
+    notes: metrics, rollouts to read, progress.
+    test: policy and step to `eval/` metrics; none when it is not due.
+    digest: identifies the training prompts.
+  """
+
+  clock: clocks.Clock
+  rewards: pool.Pool
+  store: checkpoint.Store
+  notes: record.Recorder
+  test: Callable[[types.Policy, int], dict[str, float]]
+  digest: str
+
+  def save(
+    self, step: int, state: types.TrainState, frontier: frontiers.Frontier
+  ) -> None:
+    """Starts to write a checkpoint."""
+    meta = {"data": self.digest, "frontier": frontiers.to_json(frontier)}
+    with self.clock.span("training", "checkpoint"):
+      self.store.save(step, state, meta)
+
+
+def open_tools(
+  cfg: config.Run,
+  parts: prepare.Parts,
+  place: programs.Programs,
+  folder: pathlib.Path,
+  stack: contextlib.ExitStack,
+) -> Tools:
+  """Opens what the loop uses; `stack` closes it."""
+  clock = clocks.Clock(("generation", "training"))
+  stack.callback(clock.close)
+  rewards = stack.enter_context(pool.Pool(cfg.rewards))
+  store = checkpoint.Store(folder / "checkpoints", cfg.checkpoint)
+  stack.callback(store.close)
+  notes = record.Recorder(
+    cfg,
+    folder,
+    clock,
+    devices=place.num_devices,
+    sync_bytes=place.publisher.bytes,
+  )
+  stack.callback(notes.close)
+  return Tools(
+    clock=clock,
+    rewards=rewards,
+    store=store,
+    notes=notes,
+    test=tester(cfg, parts, place, rewards, clock),
+    digest=parts.data.train.digest,
+  )
+
+
+def open_stream(
+  cfg: config.Run,
+  parts: prepare.Parts,
+  place: programs.Programs,
+  tools: Tools,
+  *,
+  policy: types.Policy,
+  frontier: frontiers.Frontier,
+) -> streams.Stream:
+  """Compiles the engine and returns the stream, which starts with `policy`."""
+  sampler = place.engine(_key(cfg, _ROLLOUT_KEY), cfg.group_size)
+  sampler.warm_up(policy.params)
+  rollouts = streams.Stream(
+    cfg.stream,
+    ledger.start(
+      cfg.groups_per_step,
+      cfg.max_lag,
+      on_stale=cfg.stream.on_stale,
+      step=policy.step,
+    ),
+    env=parts.env,
+    engine=sampler,
+    prompts=parts.data.train,
+    frontier=frontier,
+    rewards=tools.rewards,
+    clock=tools.clock,
+    verify=place.verify,
+  )
+  tools.clock.start()
+  rollouts.publish(policy, time.monotonic())
+  return rollouts
+
+
+def build(cfg: config.Run, parts: prepare.Parts) -> programs.Programs:
+  """Places the steps of a run on all devices of this process."""
+  return programs.build(
+    cfg.placement,
+    decoder=parts.decoder,
+    path=cfg.model.path,
+    sampling=cfg.sampling,
+    max_prompt=cfg.data.max_prompt,
+    key=jax.random.key(cfg.seed),
+    devices=jax.devices(),
+  )
+
+
+def restore_or_start(
+  cfg: config.Run,
+  parts: prepare.Parts,
+  place: programs.Programs,
+  trainer: trainers.Trainer,
+  store: checkpoint.Store,
+) -> tuple[types.TrainState, frontiers.Frontier, int]:
+  """Returns state, data frontier and batches trained so far."""
+  restored = store.restore(trainer.abstract)
+  if restored is None:
+    params = warm_up(cfg, parts, place, place.draw())
+    return trainer.start(params), frontiers.Frontier(), 0
+  state, saved, step = restored
+  if saved["data"] != parts.data.train.digest:
+    raise types.InputError(
+      f"--workdir: expected the prompts that step {step} was trained on, got "
+      "others. Restore the data, or start in another folder."
+    )
+  return state, frontiers.from_json(saved["frontier"]), step
+
+
+def test_newest(
+  cfg: config.Run, parts: prepare.Parts, folder: pathlib.Path
+) -> tuple[int, dict[str, float]]:
+  """Evaluates the newest checkpoint of a folder, or the first weights.
+
+  Returns:
+    Batches that the weights were trained on, and the `eval/` metrics.
+
+  Raises:
+    InputError: the experiment has no held-out prompts.
+  """
+  if parts.data.held_out is None:
+    raise types.InputError(
+      "--mode=eval: expected an experiment with data.held_out, got none. Add "
+      "held-out prompts to it."
+    )
+  place = build(cfg, parts)
+  with contextlib.ExitStack() as stack:
+    clock = clocks.Clock(("generation", "training"))
+    stack.callback(clock.close)
+    rewards = stack.enter_context(pool.Pool(cfg.rewards))
+    store = checkpoint.Store(folder / "checkpoints", cfg.checkpoint)
+    stack.callback(store.close)
+    trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
+    state, _, step = restore_or_start(cfg, parts, place, trainer, store)
+    test = tester(cfg, parts, place, rewards, clock)
+    return step, test(place.publish(state), cfg.num_steps)
+
+
+def warm_up(
+  cfg: config.Run,
+  parts: prepare.Parts,
+  place: programs.Programs,
+  params: types.Tree,
+) -> types.Tree:
+  """Trains weights on reference answers for `cfg.warmup.num_steps` steps."""
+  if not cfg.warmup.num_steps:
+    return params
+  teacher = place.trainer(sft.Sft(), cfg.warmup.optim, cfg.warmup.num_steps)
+  state, rows = teacher.start(params), cfg.warmup.rows
+  prompts, tokenizer = parts.data.train, parts.data.tokenizer
+  for step in range(cfg.warmup.num_steps):
+    uids = range(step * rows, (step + 1) * rows)
+    groups = warmup.demonstrations(
+      [prompts[uid % len(prompts)] for uid in uids],
+      encode=tokenizer.encode,
+      stop_id=tokenizer.eos_ids[0],
+    )
+    batch = pack.pack(groups, rows=rows, length=cfg.length)
+    state, _ = teacher.update(state, batch)
+  return state.params
+
+
+def tester(
+  cfg: config.Run,
+  parts: prepare.Parts,
+  place: programs.Programs,
+  rewards: pool.Pool,
+  clock: clocks.Clock,
+) -> Callable[[types.Policy, int], dict[str, float]]:
+  """Returns a function of policy and step that evaluates when it is due."""
+  held_out = parts.data.held_out
+  if held_out is None:
+    return lambda policy, step: {}
+  sampler = place.engine(_key(cfg, _EVAL_KEY), 1)
+
+  def test(policy: types.Policy, step: int) -> dict[str, float]:
+    if not cfg.evaluation.due(step, cfg.num_steps):
+      return {}
+    with clock.span("training", "eval"):
+      place.verify(policy)
+      values, _ = evaluate.evaluate(
+        [held_out[uid] for uid in range(len(held_out))],
+        env=parts.eval_env,
+        generate=functools.partial(engine.generate, sampler, policy),
+        rewards=rewards,
+        timeout_s=cfg.evaluation.timeout_s,
+      )
+    return values
+
+  return test
+
+
+def _key(cfg: config.Run, use: int) -> jax.Array:
+  return jax.random.fold_in(jax.random.key(cfg.seed), use)

@@ -1,0 +1,1 @@
+"""Transformer families as weight specs and functions; weights in and out."""

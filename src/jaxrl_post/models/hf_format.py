@@ -1,0 +1,253 @@
+"""What the families share with Hugging Face: config fields, tensor names.
+
+A family's file says what its config may contain; `decoder` reads what all of
+them contain. `tensors` says where each tensor of a checkpoint goes. GGUF files
+are brought to the same names by `gguf_io`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrl_post import types
+from jaxrl_post.models import transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """One tensor of a checkpoint that is not read yet.
+
+  Attributes:
+    shape: as stored.
+    read: reads it from disk; a new array every time.
+  """
+
+  shape: tuple[int, ...]
+  read: Callable[[], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """Where a checkpoint's tensor goes.
+
+  Attributes:
+    leaf: path in the parameter tree.
+    layer: index on the leaf's first dim; None for a leaf that is not stacked.
+    shape: as stored.
+    transpose: stored as [out, in], used as [in, out].
+  """
+
+  leaf: tuple[str, ...]
+  layer: int | None
+  shape: tuple[int, ...]
+  transpose: bool
+
+  def arrange(self, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a view of the stored tensor in the leaf's own shape."""
+    return (stored.T if self.transpose else stored).reshape(shape)
+
+
+# Name in the file, and how many of the leaf's dims a product sums over: they
+# are stored last and used first. 0 is a vector, None is stored as it is used.
+_TOP = {
+  "embed": ("model.embed_tokens.weight", None),
+  "final_norm": ("model.norm.weight", 0),
+  "head": ("lm_head.weight", 1),
+}
+_LAYER = {
+  "attn_norm": ("input_layernorm.weight", 0),
+  "q": ("self_attn.q_proj.weight", 1),
+  "k": ("self_attn.k_proj.weight", 1),
+  "v": ("self_attn.v_proj.weight", 1),
+  "o": ("self_attn.o_proj.weight", 2),
+  "q_bias": ("self_attn.q_proj.bias", 0),
+  "k_bias": ("self_attn.k_proj.bias", 0),
+  "v_bias": ("self_attn.v_proj.bias", 0),
+  "q_norm": ("self_attn.q_norm.weight", 0),
+  "k_norm": ("self_attn.k_norm.weight", 0),
+  "mlp_norm": ("post_attention_layernorm.weight", 0),
+  "gate": ("mlp.gate_proj.weight", 1),
+  "up": ("mlp.up_proj.weight", 1),
+  "down": ("mlp.down_proj.weight", 1),
+}
+
+
+def _stored(shape: tuple[int, ...], summed: int | None) -> tuple[int, ...]:
+  if summed is None:
+    return shape
+  if summed == 0:
+    return (math.prod(shape),)
+  return (math.prod(shape[summed:]), math.prod(shape[:summed]))
+
+
+def tensors(cfg: transformer.Config) -> dict[str, Tensor]:
+  """Lists every tensor that a checkpoint of this shape has, by its name."""
+  table = {}
+  spec = transformer.spec(cfg)
+  for leaf, weight in spec["layers"].items():
+    suffix, summed = _LAYER[leaf]
+    stored = _stored(weight.shape[1:], summed)
+    for i in range(cfg.num_layers):
+      name = f"model.layers.{i}.{suffix}"
+      table[name] = Tensor(("layers", leaf), i, stored, bool(summed))
+  for leaf in spec.keys() - {"layers"}:
+    name, summed = _TOP[leaf]
+    stored = _stored(spec[leaf].shape, summed)
+    table[name] = Tensor((leaf,), None, stored, bool(summed))
+  return table
+
+
+def only(hf: Mapping[str, Any], name: str, *allowed: object) -> None:
+  """Refuses a checkpoint whose config sets an option that we do not compute.
+
+  Args:
+    hf: fields of the checkpoint's config; one that is missing is None.
+    name: of the field.
+    allowed: its supported values, the first one is named to the user.
+
+  Raises:
+    InputError: naming the field, when it has any other value.
+  """
+  value = hf.get(name)
+  if value not in allowed:
+    raise refusal(name, repr(allowed[0]), value)
+
+
+def refusal(name: str, rule: str, value: object) -> types.InputError:
+  """Returns the error for a field of a checkpoint's config."""
+  return types.InputError(
+    f"checkpoint.{name}: expected {rule}, got {value!r}. This model cannot be "
+    "computed here: take another checkpoint."
+  )
+
+
+def _number(
+  hf: Mapping[str, Any],
+  name: str,
+  default: float | None = None,
+  place: str = "",
+) -> float:
+  value: Any = hf.get(name)
+  if value is None:
+    value = default
+  if type(value) not in {int, float} or not 0 < value < math.inf:
+    raise refusal(place + name, "a positive number", value)
+  return value
+
+
+def _integer(
+  hf: Mapping[str, Any],
+  name: str,
+  default: int | None = None,
+  place: str = "",
+) -> int:
+  value = _number(hf, name, default, place)
+  if value != int(value):
+    raise refusal(place + name, "a whole number", value)
+  return int(value)
+
+
+def rope(
+  hf: Mapping[str, Any],
+) -> tuple[float, transformer.RopeScaling | None]:
+  """Reads rotary positions in both spellings that `transformers` writes.
+
+  Args:
+    hf: fields of config.json: `rope_theta` and `rope_scaling` at the top, or
+      all of it in `rope_parameters`. `rope_scaling` wins where it is set.
+
+  Returns:
+    The base of the wavelengths, and Llama 3's scaling where configured.
+
+  Raises:
+    InputError: naming any other scaling, and rotary positions on a part of a
+      head or with one setting a kind of layer.
+  """
+  place = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+  fields = hf.get(place) or {}
+  # Settings a kind of layer are nested: none of them is at the top.
+  if any(isinstance(value, Mapping) for value in fields.values()):
+    raise refusal(place, "one setting for all layers", fields)
+  only({**hf, **fields}, "partial_rotary_factor", 1.0, None)
+  theta = _number({**hf, **fields}, "rope_theta", 10000.0)
+  kind = fields.get("rope_type", fields.get("type", "default"))
+  if kind == "default":
+    return theta, None
+  if kind != "llama3":
+    raise refusal(f"{place}.rope_type", "'default' or 'llama3'", kind)
+  place += "."
+  scaling = transformer.RopeScaling(
+    factor=_number(fields, "factor", place=place),
+    low_factor=_number(fields, "low_freq_factor", place=place),
+    high_factor=_number(fields, "high_freq_factor", place=place),
+    original_positions=_integer(
+      fields, "original_max_position_embeddings", place=place
+    ),
+  )
+  if scaling.high_factor <= scaling.low_factor:
+    rule = f"more than low_freq_factor {scaling.low_factor}"
+    raise refusal(f"{place}high_freq_factor", rule, scaling.high_factor)
+  return theta, scaling
+
+
+def _refuse_sliding_window(hf: Mapping[str, Any], num_layers: int) -> None:
+  kinds = hf.get("layer_types")
+  if kinds is not None:
+    for kind in kinds:
+      only({"layer_types": kind}, "layer_types", "full_attention")
+  elif hf.get("sliding_window") and (hf.get("max_window_layers") or 0) < (
+    num_layers
+  ):
+    only(hf, "use_sliding_window", False, None)
+
+
+def decoder(
+  hf: Mapping[str, Any],
+  *,
+  head_width: int | None = None,
+  qkv_bias: bool = False,
+  qk_norm: bool = False,
+) -> transformer.Config:
+  """Reads the fields that all families have.
+
+  Args:
+    hf: fields of config.json, with the defaults of `transformers` for those
+      that are missing.
+    head_width: where the config has no `head_dim`; None is width / heads.
+    qkv_bias: the family has biases on queries, keys and values.
+    qk_norm: the family has norms on queries and keys.
+
+  Returns:
+    The shape of the decoder.
+
+  Raises:
+    InputError: naming a field that is missing, wrong or not supported.
+  """
+  only(hf, "hidden_act", "silu", None)
+  only(hf, "quantization_config", None)
+  num_layers = _integer(hf, "num_hidden_layers")
+  _refuse_sliding_window(hf, num_layers)
+  width = _integer(hf, "hidden_size")
+  num_heads = _integer(hf, "num_attention_heads")
+  if head_width is None:
+    head_width = width // num_heads
+  theta, scaling = rope(hf)
+  return transformer.Config(
+    num_layers=num_layers,
+    width=width,
+    num_heads=num_heads,
+    num_kv_heads=_integer(hf, "num_key_value_heads", num_heads),
+    head_width=_integer(hf, "head_dim", head_width),
+    ff_width=_integer(hf, "intermediate_size"),
+    vocab_size=_integer(hf, "vocab_size"),
+    rope_theta=theta,
+    rope_scaling=scaling,
+    norm_eps=_number(hf, "rms_norm_eps", 1e-6),
+    tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+    qkv_bias=qkv_bias,
+    qk_norm=qk_norm,
+    max_positions=_integer(hf, "max_position_embeddings"),
+  )

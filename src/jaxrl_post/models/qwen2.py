@@ -1,0 +1,17 @@
+"""Qwen2 and Qwen2.5: the plain decoder with biases on queries, keys, values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_post.models import hf_format, transformer
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+
+
+def config(hf: Mapping[str, Any]) -> transformer.Config:
+  """Reads the shape of a Qwen2 from the fields of its config.json.
+
+  Raises:
+    InputError: naming a field that is missing, wrong or not supported.
+  """
+  return hf_format.decoder(hf, qkv_bias=True)

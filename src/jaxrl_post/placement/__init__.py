@@ -1,0 +1,1 @@
+"""Which devices do what, and how weights get there."""

@@ -1,0 +1,88 @@
+"""The engine's steps, compiled for the generation mesh."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxrl_post import types
+from jaxrl_post.models import decoder as decoders
+from jaxrl_post.models import transformer
+from jaxrl_post.placement import mesh as meshes
+from jaxrl_post.sampling import engine as engines
+from jaxrl_post.sampling import steps
+
+
+def build(
+  mesh: jax.sharding.Mesh,
+  *,
+  rules: Mapping[str, str],
+  decoder: decoders.Decoder,
+  cfg: engines.Sampling,
+  max_prompt: int,
+  lock: contextlib.AbstractContextManager[Any],
+) -> Callable[[jax.Array, int], engines.Engine]:
+  """Places the steps of sampling.
+
+  Args:
+    mesh: the generation mesh.
+    rules: logical axis to mesh axis, as the weights follow it.
+    decoder: the model; its dtype is that of the engine.
+    cfg: sizes of an engine.
+    max_prompt: longest prompt, in tokens.
+    lock: held around every launch.
+
+  Returns:
+    A function of a random key and a group size that allocates an engine. All
+    engines share the compiled steps.
+  """
+  whole = jax.sharding.NamedSharding(mesh, jax.P())
+  rows = meshes.batch_sharding(mesh)
+  cache: Any = jax.sharding.NamedSharding(
+    mesh,
+    jax.P(None, meshes.GENERATION_BATCH, None, rules.get("kv_heads"), None),
+  )
+  empty = functools.partial(
+    steps.empty,
+    decoder.config,
+    rows=cfg.rows,
+    slots=max_prompt + cfg.max_tokens,
+    num_stop_ids=cfg.max_stop_ids,
+    dtype=cfg.dtype,
+  )
+  shardings: steps.DecodeState = dataclasses.replace(
+    jax.tree.map(lambda _: rows, jax.eval_shape(empty)),
+    cache=transformer.KVCache(cache, cache),
+  )
+
+  # Closures and not partials: the profiler and errors then show their names.
+  def prefill(params: types.Tree, tokens: jax.Array, length: jax.Array):
+    return steps.prefill(params, tokens, length, decoder=decoder)
+
+  def decode(params: types.Tree, state: steps.DecodeState, key: jax.Array):
+    return steps.decode(
+      params, state, key, decoder=decoder, num_steps=cfg.block
+    )
+
+  compiled = engines.Steps(
+    empty=jax.jit(empty, out_shardings=shardings),
+    prefill=jax.jit(prefill),
+    insert=jax.jit(steps.insert, donate_argnums=1, out_shardings=shardings),
+    decode=jax.jit(decode, donate_argnums=1, out_shardings=(shardings, whole)),
+  )
+
+  def allocate(key: jax.Array, group_size: int) -> engines.Engine:
+    return engines.Engine(
+      compiled,
+      cfg,
+      max_prompt=max_prompt,
+      vocab_size=decoder.config.vocab_size,
+      key=jax.device_put(key, whole),
+      insert_width=group_size,
+      dispatch=lock,
+    )
+
+  return allocate

@@ -1,0 +1,134 @@
+"""Puts the numbers of a step together and shows them."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxrl_post import config, types
+from jaxrl_post.envs import stream
+from jaxrl_post.runtime import clock, log, metrics, progress
+
+
+class Recorder:
+  """Writes metrics.jsonl and rollouts.txt, and the progress line."""
+
+  def __init__(
+    self,
+    cfg: config.Run,
+    folder: pathlib.Path,
+    clock: clock.Clock,
+    *,
+    devices: int,
+    sync_bytes: int,
+  ) -> None:
+    """Opens the files.
+
+    Args:
+      cfg: the run.
+      folder: where to.
+      clock: of both stages.
+      devices: all that the run holds.
+      sync_bytes: bytes that one publish has to move.
+    """
+    self._cfg, self._clock = cfg, clock
+    self._devices, self._sync_bytes = devices, sync_bytes
+    self._log = log.Log(folder)
+    self._progress = progress.Progress(cfg.num_steps)
+    self._consumed = self._trained = 0
+    self._skipped_in_a_row = 0
+    self._version = 0
+
+  def begin(self, step: int, version: int, values: Mapping[str, float]) -> None:
+    """Sets the file to the start of a run.
+
+    Args:
+      step: batches trained; later lines are cut off, to be written again.
+      version: updates in the weights.
+      values: an evaluation of them; written if nothing was trained yet.
+    """
+    self._log.truncate(step + 1 if step else 0)
+    self._version = version
+    if not step and values:
+      self._log.step(0, values)
+
+  def step(
+    self,
+    step: int,
+    groups: Sequence[types.Group],
+    batch: types.Batch,
+    values: Mapping[str, np.ndarray | float],
+    rollouts: stream.Stream,
+  ) -> None:
+    """Writes the line of a step.
+
+    Args:
+      step: batches trained.
+      groups: of the batch.
+      batch: as it was trained, on the host.
+      values: what update and evaluation returned.
+      rollouts: whose counters to read.
+
+    Raises:
+      RunError: more updates in a row were skipped than the optimizer allows.
+    """
+    mask = np.asarray(batch.loss_mask)
+    skipped = bool(values["loss/skipped"])
+    line = {
+      **{name: float(value) for name, value in values.items()},
+      **metrics.batch_metrics(groups),
+      **metrics.staleness(
+        np.asarray(batch.policy_versions), mask, self._version
+      ),
+      **self._clock.snapshot(),
+      **rollouts.sync_seconds,
+      "sync/bytes": float(self._sync_bytes),
+      **self._ledger(rollouts),
+    }
+    if not skipped:
+      self._consumed += int((mask.sum(axis=1) > 0).sum())
+      self._trained += int(mask.sum())
+      self._version += 1
+    line["time/seconds"] = line.pop("T")
+    line["policy_version"] = float(self._version)
+    counts = metrics.Counts(
+      generated=rollouts.counters.generated,
+      consumed=self._consumed,
+      sampled_tokens=rollouts.counters.sampled_tokens,
+      trained_tokens=self._trained,
+    )
+    line |= metrics.throughput(counts, self._devices, line["time/seconds"])
+    self._log.step(step, line)
+    self._log.rollouts(step, groups, self._cfg.logged_groups)
+    self._progress.update(step, line)
+    self._check_skipped(step, skipped, line)
+
+  def close(self) -> None:
+    """Closes files and progress line."""
+    self._progress.close()
+    self._log.close()
+
+  def _ledger(self, rollouts: stream.Stream) -> dict[str, float]:
+    book = rollouts.ledger
+    return {
+      "ledger/admitted": float(book.admitted),
+      "ledger/outstanding": float(len(book.outstanding)),
+      "ledger/trained": float(book.trained.groups),
+      "ledger/filtered": float(book.filtered.groups),
+      "ledger/failed": float(book.failed.groups),
+      "ledger/dropped": float(book.dropped.groups),
+    }
+
+  def _check_skipped(
+    self, step: int, skipped: bool, line: Mapping[str, float]
+  ) -> None:
+    bad = skipped and line["loss/tokens"] > 0
+    self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
+    most = self._cfg.optim.max_skipped
+    if self._skipped_in_a_row > most:
+      raise types.RunError(
+        f"step {step}: expected a finite gradient, got norm "
+        f"{line['loss/grad_norm']} {self._skipped_in_a_row} times in a row "
+        f"(optim.max_skipped={most}). The weights are those of the last good "
+        "step; lower the learning rate and start again from the checkpoint."
+      )

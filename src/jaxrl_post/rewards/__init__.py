@@ -1,0 +1,1 @@
+"""Text to number, on the host."""

@@ -1,0 +1,130 @@
+"""From what reward functions return to the reward of a rollout; pure."""
+
+import dataclasses
+import functools
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_post import types
+
+
+@types.host_record
+class Score:
+  """What one function said about one rollout.
+
+  Attributes:
+    parts: the finite numbers it gave, by name.
+    missing: "nan" or "None" if it gave no reward; a decision, not a fault.
+    fault: why its answer cannot be used; empty otherwise.
+  """
+
+  parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  missing: str = ""
+  fault: str = ""
+
+
+def names(functions: Sequence[Callable[..., Any]]) -> tuple[str, ...]:
+  """Names functions for people.
+
+  Returns:
+    Distinct names in order: `__name__`, of the inner function for a partial,
+    and `name_2` for the second function of that name.
+  """
+  found: list[str] = []
+  for function in functions:
+    inner = function
+    while isinstance(inner, functools.partial):
+      inner = inner.func
+    name = getattr(inner, "__name__", type(inner).__name__)
+    taken, number = name, 1
+    while taken in found:
+      number += 1
+      taken = f"{name}_{number}"
+    found.append(taken)
+  return tuple(found)
+
+
+def read(name: str, value: Any) -> Score:
+  """Reads what a function returned.
+
+  Args:
+    name: of the function; names its part if it gave a bare number.
+    value: a number, or numbers by name. NaN or None is no reward.
+
+  Returns:
+    A score whose parts are finite. Anything else is said in `missing` (NaN,
+    None, or no part at all) or in `fault` (infinite, or not a number).
+  """
+  named = value if isinstance(value, Mapping) else {name: value}
+  parts: dict[str, float] = {}
+  missing = "" if named else "{}"
+  fault = ""
+  for key, item in named.items():
+    number = _number(item)
+    if item is None:
+      missing = missing or "None"
+    elif number is None:
+      fault = fault or f"reward is {one_line(repr(item))}"
+    elif math.isnan(number):
+      missing = missing or "nan"
+    elif math.isinf(number):
+      fault = fault or f"reward is {number}"
+    else:
+      parts[str(key)] = number
+  return Score(parts=parts, missing=missing, fault=fault)
+
+
+def combine(
+  rollout: types.Rollout, scores: Sequence[Score], weights: Sequence[float]
+) -> types.Rollout:
+  """Gives a rollout its reward.
+
+  Args:
+    rollout: not scored yet.
+    scores: one for each function.
+    weights: one for each function, for the sum of its parts.
+
+  Returns:
+    The rollout with the weighted sum and every part, unweighted. Its reward is
+    NaN and `failure` says why if any function gave none.
+
+  Raises:
+    types.InputError: when two functions name a part alike.
+  """
+  parts: dict[str, float] = {}
+  for score in scores:
+    twice = parts.keys() & score.parts.keys()
+    if twice:
+      raise types.InputError(
+        "rewards.functions: expected distinct names of parts, got "
+        f"{min(twice)!r} from two functions. Rename it in one of them."
+      )
+    parts |= score.parts
+  faults = [s.fault for s in scores if s.fault]
+  faults += [f"no reward: {s.missing}" for s in scores if s.missing]
+  pairs = zip(weights, scores, strict=True)
+  total = math.fsum(w * v for w, s in pairs for v in s.parts.values())
+  return dataclasses.replace(
+    rollout,
+    reward=math.nan if faults else total,
+    parts=parts,
+    failure=faults[0] if faults else "",
+  )
+
+
+def one_line(text: str, limit: int = 200) -> str:
+  """Returns the words of a text on one line of at most `limit` characters."""
+  text = " ".join(text.split())
+  return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _number(value: Any) -> float | None:
+  is_scalar = isinstance(value, numbers.Real | np.bool_)
+  # Zero-dimensional arrays, of JAX for example, are numbers too.
+  if is_scalar or getattr(value, "shape", None) == ():
+    return float(value)
+  return None

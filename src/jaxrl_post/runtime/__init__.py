@@ -1,0 +1,1 @@
+"""The outside world: run folder, checkpoints, clock, metrics, terminal."""

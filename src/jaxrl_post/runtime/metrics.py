@@ -1,0 +1,136 @@
+"""The numbers of a step that are computed on the host.
+
+Pure functions from host records and counters to metric names and floats. NaN
+means that there is nothing to average.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxrl_post import types
+
+
+def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:
+  """Sums up rewards and lengths of the groups of one step.
+
+  Args:
+    groups: as they were sampled and scored, whatever is trained of them.
+
+  Returns:
+    Over rollouts with a reward: `reward/mean`, `reward/std` (divided by n);
+    `reward/<part>`, the mean over those that have the part;
+    `reward/missing`, how many have no reward. Over all rollouts:
+    `completion/{mean,max,min}_tokens`; `completion/truncated`, the share that
+    ended by the limit; `completion/mean_tokens_finished`, of the others.
+    `signal/zero_fraction`: the share of groups without two different rewards.
+  """
+  rollouts = [rollout for group in groups for rollout in group.rollouts]
+  rewards = _valid(rollouts)
+  lengths = [len(r.completion.tokens) for r in rollouts]
+  finished = [
+    len(r.completion.tokens) for r in rollouts if r.completion.finish == "stop"
+  ]
+  flat = [len(set(_valid(group.rollouts))) < 2 for group in groups]
+  metrics = {
+    "reward/mean": _over(np.mean, rewards),
+    "reward/std": _over(np.std, rewards),
+    "reward/missing": float(len(rollouts) - len(rewards)),
+    "completion/mean_tokens": _over(np.mean, lengths),
+    "completion/max_tokens": _over(np.max, lengths),
+    "completion/min_tokens": _over(np.min, lengths),
+    "completion/truncated": _ratio(
+      len(rollouts) - len(finished), len(rollouts)
+    ),
+    "completion/mean_tokens_finished": _over(np.mean, finished),
+    "signal/zero_fraction": _over(np.mean, flat),
+  }
+  for part in sorted({name for r in rollouts for name in r.parts}):
+    values = [r.parts[part] for r in rollouts if part in r.parts]
+    metrics[f"reward/{part}"] = _over(np.mean, values)
+  return metrics
+
+
+def staleness(
+  policy_versions: Int[np.ndarray, "B T"],
+  loss_mask: Float[np.ndarray, "B T"],
+  version: int,
+) -> dict[str, float]:
+  """Measures the lag of the tokens of one batch.
+
+  Args:
+    policy_versions: version that sampled each token.
+    loss_mask: 1 on tokens that train; rows without any do not count.
+    version: the trainer's version when the batch's first update begins.
+
+  Returns:
+    `staleness/mean` and `staleness/max` over trained tokens;
+    `staleness/head`, the mean over rows of the lag of the first of them.
+  """
+  mask = np.asarray(loss_mask) > 0
+  lag = version - np.asarray(policy_versions)
+  rows = mask.any(axis=1)
+  heads = lag[rows, mask[rows].argmax(axis=1)]
+  return {
+    "staleness/mean": _over(np.mean, lag[mask]),
+    "staleness/max": _over(np.max, lag[mask]),
+    "staleness/head": _over(np.mean, heads),
+  }
+
+
+@types.host_record
+class Counts:
+  """What a run has done since its first admission.
+
+  Attributes:
+    generated: rollouts whose generation completed, whatever became of them.
+    consumed: rollouts with a weight other than zero in an applied update.
+    sampled_tokens: tokens of completions that the engine made.
+    trained_tokens: tokens with loss mask 1 in applied updates.
+  """
+
+  generated: int
+  consumed: int
+  sampled_tokens: int
+  trained_tokens: int
+
+
+def throughput(
+  counts: Counts, devices: int, seconds: float
+) -> dict[str, float]:
+  """Relates what was done to what was held for it.
+
+  Args:
+    counts: since the first admission.
+    devices: all that the run holds, each counted once.
+    seconds: of wall clock, since the first admission.
+
+  Returns:
+    Under `throughput/`: `generated_per_device_hour`,
+    `consumed_per_device_hour`, `yield` (consumed / generated),
+    `sampled_tokens_per_s` and `trained_tokens_per_s`, both of the whole run.
+  """
+  hours = devices * seconds / 3600.0
+  return {
+    "throughput/generated_per_device_hour": _ratio(counts.generated, hours),
+    "throughput/consumed_per_device_hour": _ratio(counts.consumed, hours),
+    "throughput/yield": _ratio(counts.consumed, counts.generated),
+    "throughput/sampled_tokens_per_s": _ratio(counts.sampled_tokens, seconds),
+    "throughput/trained_tokens_per_s": _ratio(counts.trained_tokens, seconds),
+  }
+
+
+def _valid(rollouts: Iterable[types.Rollout]) -> list[float]:
+  return [r.reward for r in rollouts if not math.isnan(r.reward)]
+
+
+def _over(
+  statistic: Callable[..., np.floating], values: Sequence[float] | np.ndarray
+) -> float:
+  return float(statistic(values)) if len(values) else math.nan
+
+
+def _ratio(part: float, whole: float) -> float:
+  return part / whole if whole > 0 else math.nan

@@ -1,0 +1,1 @@
+"""Prompts to completions: prefill, insert, decode, pick."""

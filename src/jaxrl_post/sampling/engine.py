@@ -1,0 +1,311 @@
+"""The host side of sampling: which completion is in which row.
+
+Continuous batching over the pure steps of `steps`: between two blocks, rows
+that ended are handed out, refilled from waiting requests, and the next block
+is dispatched with whatever weights are the newest.
+"""
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxrl_post import types
+from jaxrl_post.sampling import steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How completions are sampled in training, and the size of the engine.
+
+  Attributes:
+    temperature: of the training rollouts; above 0.
+    max_tokens: longest completion.
+    rows: completions in flight at a time.
+    block: tokens made per dispatch; new weights take effect between blocks.
+    prefill_prompts: prompts per prefill call.
+    max_stop_ids: most stop tokens a request may have.
+    dtype: of weights, cache and matrix products in the engine.
+  """
+
+  temperature: float = 1.0
+  max_tokens: int = 32
+  rows: int = 64
+  block: int = 8
+  prefill_prompts: int = 8
+  max_stop_ids: int = 4
+  dtype: Literal["float32", "bfloat16"] = "float32"
+
+  def __post_init__(self) -> None:
+    names = ("max_tokens", "rows", "block", "prefill_prompts", "max_stop_ids")
+    for name in names:
+      if getattr(self, name) < 1:
+        raise types.InputError(
+          f"sampling.{name}: expected >= 1, got {getattr(self, name)}. "
+          "Correct the value."
+        )
+    if self.temperature <= 0:
+      raise types.InputError(
+        f"sampling.temperature: expected > 0, got {self.temperature}. Training "
+        "needs completions that differ."
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+  """The compiled steps of one engine, as a placement provides them."""
+
+  empty: Callable[[], steps.DecodeState]
+  prefill: Callable[..., steps.Prefix]
+  insert: Callable[..., steps.DecodeState]
+  decode: Callable[
+    [types.Tree, steps.DecodeState, jax.Array],
+    tuple[steps.DecodeState, steps.Block],
+  ]
+
+
+def buckets(longest: int, shortest: int = 16) -> tuple[int, ...]:
+  """Returns the padded prompt lengths: powers of two up to `longest`.
+
+  The last one is `longest` itself, so no prompt is padded beyond the limit.
+  """
+  sizes = []
+  size = shortest
+  while size < longest:
+    sizes.append(size)
+    size *= 2
+  return (*sizes, longest)
+
+
+@dataclasses.dataclass
+class _Row:
+  """A completion in the making."""
+
+  uid: int
+  stop_ids: tuple[int, ...]
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  versions: list[int] = dataclasses.field(default_factory=list)
+
+  def finished(self) -> types.Completion:
+    stopped = self.tokens[-1] in self.stop_ids
+    return types.Completion(
+      uid=self.uid,
+      tokens=tuple(self.tokens),
+      logprobs=tuple(self.logprobs),
+      versions=tuple(self.versions),
+      finish="stop" if stopped else "length",
+    )
+
+
+@dataclasses.dataclass
+class _Waiting:
+  """A request of which some completions have no row yet."""
+
+  request: types.Request
+  uids: collections.deque[int]
+  prefix: steps.Prefix | None = None
+  source: int = 0
+
+
+class Engine:
+  """Turns requests into completions, a block at a time."""
+
+  def __init__(
+    self,
+    compiled: Steps,
+    cfg: Sampling,
+    *,
+    max_prompt: int,
+    vocab_size: int,
+    key: jax.Array,
+    insert_width: int,
+    dispatch: contextlib.AbstractContextManager[Any],
+  ) -> None:
+    """Allocates the cache.
+
+    Args:
+      compiled: the steps.
+      cfg: sizes.
+      max_prompt: longest prompt, in tokens.
+      vocab_size: ids must be below it.
+      key: the random key of these completions.
+      insert_width: rows filled per insert; the group size.
+      dispatch: held around every launch, so that all threads launch programs
+        of the same devices in one order.
+    """
+    self._steps = compiled
+    self._cfg = cfg
+    self._buckets = buckets(max_prompt)
+    self._vocab_size = vocab_size
+    self._key = key
+    self._width = insert_width
+    self._dispatch = dispatch
+    with dispatch:
+      self._state = compiled.empty()
+    self._rows: list[_Row | None] = [None] * cfg.rows
+    self._waiting: collections.deque[_Waiting] = collections.deque()
+
+  @property
+  def room(self) -> int:
+    """Rows that no completion has, or waits for."""
+    taken = sum(row is not None for row in self._rows)
+    return len(self._rows) - taken - sum(len(w.uids) for w in self._waiting)
+
+  @property
+  def busy(self) -> bool:
+    """Whether a step would make tokens."""
+    return bool(self._waiting) or any(self._rows)
+
+  def add(self, request: types.Request) -> None:
+    """Queues a group.
+
+    Raises:
+      InputError: the request does not fit the engine: prompt, completion or
+        stop ids too long, or a token that the model does not have.
+    """
+    limits = (
+      ("prompt tokens", len(request.prompt), self._buckets[-1]),
+      ("max_tokens", request.sampling.max_tokens, self._cfg.max_tokens),
+      ("stop ids", len(request.sampling.stop_ids), self._cfg.max_stop_ids),
+      ("largest token", max(request.prompt, default=0), self._vocab_size - 1),
+    )
+    for name, value, most in limits:
+      if value > most:
+        raise types.InputError(
+          f"request {request.uids[0]}: expected {name} of at most {most}, got "
+          f"{value}. Shorten the request or enlarge the engine."
+        )
+    if not request.prompt:
+      raise types.InputError(
+        f"request {request.uids[0]}: expected a prompt of at least one token, "
+        "got none. Give the prompt a begin token."
+      )
+    self._waiting.append(
+      _Waiting(request=request, uids=collections.deque(request.uids))
+    )
+
+  def warm_up(self, params: types.Tree) -> None:
+    """Compiles every program the engine will run, with no effect on state."""
+    num = self._cfg.prefill_prompts
+    for bucket in self._buckets:
+      tokens = np.zeros((num, bucket), np.int32)
+      prefix = self._prefill(params, tokens, np.ones(num, np.int32))
+      nobody = types.Request(
+        prompt=(0,), uids=(), sampling=types.SamplingParams()
+      )
+      self._insert(_Waiting(nobody, collections.deque(), prefix), [])
+    self._decode(params)
+
+  def step(self, params: types.Tree, version: int) -> list[types.Completion]:
+    """Refills idle rows and makes one block.
+
+    Args:
+      params: the newest weights.
+      version: their policy version, stamped on every token of the block.
+
+    Returns:
+      The completions that ended in this block, in row order.
+    """
+    self._refill(params)
+    block = jax.device_get(self._decode(params))
+    done = []
+    counts = block.valid.sum(axis=1)
+    for index, row in enumerate(self._rows):
+      if row is None:
+        continue
+      count = int(counts[index])
+      row.tokens += block.tokens[index, :count].tolist()
+      row.logprobs += block.logprobs[index, :count].tolist()
+      row.versions += [version] * count
+      if not block.active[index]:
+        done.append(row.finished())
+        self._rows[index] = None
+    return done
+
+  def _refill(self, params: types.Tree) -> None:
+    free = [i for i, row in enumerate(self._rows) if row is None]
+    while free and self._waiting:
+      first = self._waiting[0]
+      if first.prefix is None:
+        self._prefill_waiting(params, first)
+      count = min(len(free), len(first.uids), self._width)
+      at, free = free[:count], free[count:]
+      self._insert(first, at)
+      if not first.uids:
+        self._waiting.popleft()
+
+  def _bucket(self, waiting: _Waiting) -> int:
+    length = len(waiting.request.prompt)
+    return next(b for b in self._buckets if b >= length)
+
+  def _prefill_waiting(self, params: types.Tree, first: _Waiting) -> None:
+    """Prefills the first waiting prompt, and others of its bucket with it."""
+    num, bucket = self._cfg.prefill_prompts, self._bucket(first)
+    batch = [
+      w for w in self._waiting if w.prefix is None and self._bucket(w) == bucket
+    ][:num]
+    tokens = np.zeros((num, bucket), np.int32)
+    length = np.ones(num, np.int32)
+    for i, waiting in enumerate(batch):
+      prompt = waiting.request.prompt
+      tokens[i, : len(prompt)], length[i] = prompt, len(prompt)
+    prefix = self._prefill(params, tokens, length)
+    for i, waiting in enumerate(batch):
+      waiting.prefix, waiting.source = prefix, i
+
+  def _prefill(
+    self, params: types.Tree, tokens: np.ndarray, length: np.ndarray
+  ) -> steps.Prefix:
+    with self._dispatch:
+      return self._steps.prefill(params, tokens, length)
+
+  def _insert(self, waiting: _Waiting, at: list[int]) -> None:
+    sampling, width = waiting.request.sampling, self._width
+    uids = [waiting.uids.popleft() for _ in at]
+    for index, uid in zip(at, uids, strict=True):
+      self._rows[index] = _Row(uid, sampling.stop_ids)
+    idle = width - len(at)
+    stop_ids = np.full((width, self._cfg.max_stop_ids), -1, np.int32)
+    stop_ids[:, : len(sampling.stop_ids)] = sampling.stop_ids
+    # The step takes arrays of the host as well as of a device.
+    rows: dict[str, Any] = dict(
+      uid=np.array(uids + [0] * idle, np.uint32),
+      temperature=np.full(width, sampling.temperature, np.float32),
+      top_k=np.full(width, sampling.top_k, np.int32),
+      top_p=np.full(width, sampling.top_p, np.float32),
+      stop_ids=stop_ids,
+      remaining=np.full(width, sampling.max_tokens, np.int32),
+    )
+    target = np.array(at + [len(self._rows)] * idle, np.int32)
+    source = np.array(waiting.source, np.int32)
+    with self._dispatch:
+      self._state = self._steps.insert(
+        waiting.prefix, self._state, source, target, steps.Rows(**rows)
+      )
+
+  def _decode(self, params: types.Tree) -> steps.Block:
+    with self._dispatch:
+      self._state, block = self._steps.decode(params, self._state, self._key)
+    return block
+
+
+def generate(
+  engine: Engine, policy: types.Policy, requests: Sequence[types.Request]
+) -> list[types.Completion]:
+  """Samples all requests with one policy.
+
+  Returns:
+    One completion for each uid, in the order of `requests`.
+  """
+  for request in requests:
+    engine.add(request)
+  done: dict[int, types.Completion] = {}
+  while engine.busy:
+    for completion in engine.step(policy.params, policy.version):
+      done[completion.uid] = completion
+  return [done[uid] for request in requests for uid in request.uids]

@@ -1,0 +1,276 @@
+"""The engine's pure steps: prefill, insert, decode.
+
+A group's prompt is prefilled once and inserted into a cache row for each of
+its completions. `decode` then makes a block of tokens for all rows in one
+dispatch. The key of a token is fold_in(fold_in(key, uid), position): the same
+completion comes out whatever the row, the neighbours or the block size.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxrl_post import types
+from jaxrl_post.models import decoder as decoders
+from jaxrl_post.models import transformer
+from jaxrl_post.sampling import pick
+
+
+@types.record
+class Prefix:
+  """Prompts as the cache sees them: P of them, padded to one bucket.
+
+  Attributes:
+    cache: keys and values, [L, P, bucket, K, H].
+    last_token: the last token of each prompt; the first decode step feeds it.
+    length: tokens in each prompt.
+  """
+
+  cache: transformer.KVCache
+  last_token: Int[Array, " P"]
+  length: Int[Array, " P"]
+
+
+@types.record
+class Rows:
+  """What each row of the engine is sampling, and how.
+
+  Attributes:
+    uid: identity of the completion.
+    temperature: see `types.SamplingParams`; likewise the next three.
+    top_k: 0 keeps all.
+    top_p: 1 keeps all.
+    stop_ids: padded with -1.
+    remaining: tokens the row may still make.
+  """
+
+  uid: UInt32[Array, " B"]
+  temperature: Float[Array, " B"]
+  top_k: Int[Array, " B"]
+  top_p: Float[Array, " B"]
+  stop_ids: Int[Array, "B M"]
+  remaining: Int[Array, " B"]
+
+
+@types.record
+class DecodeState:
+  """The engine between two blocks.
+
+  Attributes:
+    cache: keys and values, [L, B, S, K, H]; slot s holds position s.
+    token: the newest token of each row, not yet in the cache.
+    position: its position.
+    active: rows that still sample.
+    rows: what they sample.
+  """
+
+  cache: transformer.KVCache
+  token: Int[Array, " B"]
+  position: Int[Array, " B"]
+  active: Bool[Array, " B"]
+  rows: Rows
+
+
+@types.record
+class Block:
+  """What one `decode` made, column by column.
+
+  Attributes:
+    tokens: 0 where not valid.
+    logprobs: in nats; 0 where not valid.
+    valid: the row was active at that column.
+    active: rows that go on after the block.
+  """
+
+  tokens: Int[Array, "B T"]
+  logprobs: Float[Array, "B T"]
+  valid: Bool[Array, "B T"]
+  active: Bool[Array, " B"]
+
+
+def empty(
+  config: transformer.Config,
+  *,
+  rows: int,
+  slots: int,
+  num_stop_ids: int,
+  dtype: str,
+) -> DecodeState:
+  """Returns an engine with `rows` idle rows of `slots` positions each."""
+  # Each field is a buffer of its own: one that is shared cannot be donated.
+  return DecodeState(
+    cache=transformer.empty_cache(config, rows, slots, dtype),
+    token=jnp.zeros(rows, jnp.int32),
+    position=jnp.zeros(rows, jnp.int32),
+    active=jnp.zeros(rows, bool),
+    rows=Rows(
+      uid=jnp.zeros(rows, jnp.uint32),
+      temperature=jnp.ones(rows, jnp.float32),
+      top_k=jnp.zeros(rows, jnp.int32),
+      top_p=jnp.ones(rows, jnp.float32),
+      stop_ids=jnp.full((rows, num_stop_ids), -1, jnp.int32),
+      remaining=jnp.zeros(rows, jnp.int32),
+    ),
+  )
+
+
+def prefill(
+  params: types.Tree,
+  tokens: Int[Array, "P T"],
+  length: Int[Array, " P"],
+  *,
+  decoder: decoders.Decoder,
+) -> Prefix:
+  """Computes the keys and values of some prompts.
+
+  Args:
+    params: weights, in the engine's dtype.
+    tokens: prompts padded on the right to a bucket.
+    length: tokens in each, at least 1.
+    decoder: the model.
+
+  Returns:
+    The prefix of each prompt. What lies beyond `length` is never attended to.
+  """
+  num, bucket = tokens.shape
+  positions = jnp.broadcast_to(jnp.arange(bucket), (num, bucket))
+  cache = transformer.empty_cache(decoder.config, num, bucket, decoder.dtype)
+  _, cache = transformer.forward(
+    params,
+    decoder.config,
+    tokens,
+    positions,
+    cache=cache,
+    dtype=decoder.dtype,
+  )
+  assert cache is not None
+  last = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
+  return Prefix(cache=cache, last_token=last, length=length)
+
+
+def insert(
+  prefix: Prefix,
+  state: DecodeState,
+  source: Int[Array, ""],
+  at: Int[Array, " G"],
+  rows: Rows,
+) -> DecodeState:
+  """Starts completions of one prompt in some rows.
+
+  Args:
+    prefix: from `prefill`.
+    state: donate it; nothing else holds the cache.
+    source: which prompt of the prefix.
+    at: rows to fill; an index past the last row is left out.
+    rows: what to sample in each of them.
+
+  Returns:
+    The state with those rows active at the end of their prompt, and all other
+    rows as they were.
+  """
+  bucket = prefix.cache.k.shape[2]
+  at_slots = (slice(None), at, slice(0, bucket))
+
+  def write(cache: jax.Array, new: jax.Array) -> jax.Array:
+    return cache.at[at_slots].set(new[:, source][:, None], mode="drop")
+
+  def put(x: jax.Array, value: Any) -> jax.Array:
+    return x.at[at].set(value, mode="drop")
+
+  return DecodeState(
+    cache=transformer.KVCache(
+      write(state.cache.k, prefix.cache.k),
+      write(state.cache.v, prefix.cache.v),
+    ),
+    # The last prompt token is fed again by the first decode step, which thus
+    # samples every token of a completion in the same program.
+    token=put(state.token, prefix.last_token[source]),
+    position=put(state.position, prefix.length[source] - 1),
+    active=put(state.active, True),
+    rows=jax.tree.map(put, state.rows, rows),
+  )
+
+
+def decode(
+  params: types.Tree,
+  state: DecodeState,
+  key: jax.Array,
+  *,
+  decoder: decoders.Decoder,
+  num_steps: int,
+) -> tuple[DecodeState, Block]:
+  """Samples up to `num_steps` tokens in every active row.
+
+  Args:
+    params: weights, in the engine's dtype; never donated.
+    state: donate it.
+    key: the run's key.
+    decoder: the model.
+    num_steps: width of the block; ends early when no row is active.
+
+  Returns:
+    The state after the block, and the block. A row stops being active with its
+    stop token, which is part of the block, or with its last allowed token.
+  """
+  num_rows = state.token.shape[0]
+  block = Block(
+    tokens=jnp.zeros((num_rows, num_steps), jnp.int32),
+    logprobs=jnp.zeros((num_rows, num_steps), jnp.float32),
+    valid=jnp.zeros((num_rows, num_steps), bool),
+    active=state.active,
+  )
+
+  def proceed(carry: tuple[jax.Array, DecodeState, Block]) -> jax.Array:
+    return (carry[0] < num_steps) & jnp.any(carry[1].active)
+
+  def one(carry: tuple[jax.Array, DecodeState, Block]):
+    column, state, block = carry
+    rows, active = state.rows, state.active
+    hidden, cache = transformer.forward(
+      params,
+      decoder.config,
+      state.token[:, None],
+      state.position[:, None],
+      cache=state.cache,
+      dtype=decoder.dtype,
+    )
+    keys = jax.vmap(lambda uid, position: _token_key(key, uid, position))(
+      rows.uid, state.position + 1
+    )
+    token, logprob = pick.pick(
+      transformer.logits(params, decoder.config, hidden[:, 0]),
+      keys,
+      rows.temperature,
+      rows.top_k,
+      rows.top_p,
+    )
+    remaining = rows.remaining - active.astype(jnp.int32)
+    stops = jnp.any(token[:, None] == rows.stop_ids, axis=-1)
+    block = Block(
+      tokens=block.tokens.at[:, column].set(jnp.where(active, token, 0)),
+      logprobs=block.logprobs.at[:, column].set(
+        jnp.where(active, logprob, 0.0)
+      ),
+      valid=block.valid.at[:, column].set(active),
+      active=active & ~stops & (remaining > 0),
+    )
+    assert cache is not None
+    state = DecodeState(
+      cache=cache,
+      token=jnp.where(active, token, state.token),
+      position=state.position + active.astype(jnp.int32),
+      active=block.active,
+      rows=dataclasses.replace(rows, remaining=remaining),
+    )
+    return column + 1, state, block
+
+  start = (jnp.zeros((), jnp.int32), state, block)
+  _, state, block = jax.lax.while_loop(proceed, one, start)
+  return state, block
+
+
+def _token_key(key: jax.Array, uid: jax.Array, position: jax.Array):
+  return jax.random.fold_in(jax.random.fold_in(key, uid), position)

@@ -1,0 +1,1 @@
+"""The trainer's steps: init, score, update; the optimizer."""

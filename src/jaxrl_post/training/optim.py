@@ -1,0 +1,91 @@
+"""The optimizer: AdamW with clipping and a schedule, from optax."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import optax
+
+from jaxrl_post import types
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+  """Settings of AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101).
+
+  Attributes:
+    learning_rate: at the top of the schedule.
+    schedule: shape after the warm-up: constant, or falling to zero at the last
+      step as a line or a half cosine.
+    warmup_steps: updates over which the rate rises from zero.
+    b1: decay of the gradient average.
+    b2: decay of the squared gradient average.
+    eps: added to the root of the latter.
+    weight_decay: per unit of learning rate, on matrices only.
+    clip_norm: largest global gradient norm; a longer gradient is scaled.
+    microbatches: parts a step's rows are cut into, one after the other, to
+      save memory; changes neither loss nor gradient.
+    max_skipped: updates in a row that may be skipped because their gradient is
+      not finite; one more ends the run.
+  """
+
+  learning_rate: float = 1e-6
+  schedule: Literal["constant", "linear", "cosine"] = "constant"
+  warmup_steps: int = 0
+  b1: float = 0.9
+  b2: float = 0.999
+  eps: float = 1e-8
+  weight_decay: float = 0.0
+  clip_norm: float = 1.0
+  microbatches: int = 1
+  max_skipped: int = 3
+
+  def __post_init__(self) -> None:
+    rules = (
+      ("learning_rate", self.learning_rate >= 0, ">= 0"),
+      ("warmup_steps", self.warmup_steps >= 0, ">= 0"),
+      ("b1", 0 <= self.b1 < 1, "in [0, 1)"),
+      ("b2", 0 <= self.b2 < 1, "in [0, 1)"),
+      ("eps", self.eps > 0, "> 0"),
+      ("weight_decay", self.weight_decay >= 0, ">= 0"),
+      ("clip_norm", self.clip_norm > 0, "> 0"),
+      ("microbatches", self.microbatches >= 1, ">= 1"),
+      ("max_skipped", self.max_skipped >= 0, ">= 0"),
+    )
+    for name, holds, rule in rules:
+      if not holds:
+        raise types.InputError(
+          f"optim.{name}: expected {rule}, got {getattr(self, name)}. "
+          "Correct the value."
+        )
+
+
+def schedule(cfg: Optim, num_steps: int) -> optax.Schedule:
+  """Returns the learning rate as a function of the updates applied."""
+  rest = max(num_steps - cfg.warmup_steps, 1)
+  after = {
+    "constant": optax.constant_schedule(cfg.learning_rate),
+    "linear": optax.linear_schedule(cfg.learning_rate, 0.0, rest),
+    "cosine": optax.cosine_decay_schedule(cfg.learning_rate, rest),
+  }[cfg.schedule]
+  if not cfg.warmup_steps:
+    return after
+  rise = optax.linear_schedule(0.0, cfg.learning_rate, cfg.warmup_steps)
+  return optax.join_schedules([rise, after], [cfg.warmup_steps])
+
+
+def build(cfg: Optim, num_steps: int) -> optax.GradientTransformation:
+  """Returns clip, AdamW and schedule as one optax transformation."""
+
+  def decays(params: types.Tree) -> types.Tree:
+    # Norm scales and biases are told by name: stacked, they have two dims too.
+    return jax.tree.map_with_path(
+      lambda path, _: not str(path[-1].key).endswith(("norm", "bias")), params
+    )
+
+  return optax.chain(
+    optax.clip_by_global_norm(cfg.clip_norm),
+    optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
+    optax.add_decayed_weights(cfg.weight_decay, mask=decays),
+    optax.scale_by_learning_rate(schedule(cfg, num_steps)),
+  )

@@ -1,0 +1,66 @@
+"""Supervised warm-up: show a model from scratch what an answer looks like."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jaxrl_post import types
+from jaxrl_post.training import optim as optims
+
+
+@dataclasses.dataclass(frozen=True)
+class Warmup:
+  """A few supervised steps before the first rollout.
+
+  Attributes:
+    num_steps: updates; 0 goes without.
+    rows: demonstrations in each.
+    optim: its own optimizer; the run's starts afresh after it.
+  """
+
+  num_steps: int = 0
+  rows: int = 64
+  optim: optims.Optim = optims.Optim(learning_rate=1e-3)
+
+  def __post_init__(self) -> None:
+    if self.num_steps < 0 or self.rows < 1:
+      raise types.InputError(
+        f"warmup: expected num_steps >= 0 and rows >= 1, got {self.num_steps} "
+        f"and {self.rows}. Correct the value."
+      )
+
+
+def demonstrations(
+  prompts: Sequence[types.Prompt],
+  *,
+  encode: Callable[[str], Sequence[int]],
+  stop_id: int,
+) -> list[types.Group]:
+  """Makes a rollout of each prompt and its own reference answer.
+
+  Args:
+    prompts: whose references are the text of a right answer.
+    encode: text to ids, without special tokens.
+    stop_id: ends each answer.
+
+  Returns:
+    A group of one for each prompt, as if it had been sampled at temperature 1.
+  """
+  groups = []
+  for prompt in prompts:
+    tokens = (*encode(str(prompt.reference)), stop_id)
+    completion = types.Completion(
+      uid=prompt.uid,
+      tokens=tokens,
+      logprobs=(0.0,) * len(tokens),
+      versions=(0,) * len(tokens),
+      finish="stop",
+    )
+    rollout = types.Rollout(
+      prompt=prompt,
+      completion=completion,
+      temperature=1.0,
+      text=str(prompt.reference),
+      reward=1.0,
+    )
+    groups.append(types.Group(prompt=prompt, rollouts=(rollout,)))
+  return groups

@@ -1,0 +1,294 @@
+"""The records that cross from one room to another, and the words they use.
+
+Device records are frozen trees of arrays (`record`), host records are frozen
+and hold token ids, never re-encoded text (`host_record`). Shape letters:
+P prompts, G group size, B rows, T positions, S cached positions, V vocabulary,
+D width, F feed-forward width, N query heads, K key/value heads, H head width,
+L layers. Log-probabilities are in nats.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import (
+  Any,
+  Literal,
+  Protocol,
+  TypeVar,
+  dataclass_transform,
+  runtime_checkable,
+)
+
+import flax.struct
+import jax
+from jaxtyping import Array, Float, Int
+
+_T = TypeVar("_T")
+
+# A nested dictionary of arrays: weights, gradients, or their shardings.
+Tree = Any
+
+
+class InputError(ValueError):
+  """A mistake in the user's input: one line, exit code 2, no traceback."""
+
+
+class RunError(RuntimeError):
+  """A fault of the run itself: exit code 1, with its cause."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def record(cls: type[_T]) -> type[_T]:
+  """Declares a device record: frozen, keyword-only, a JAX tree."""
+  # JAX rebuilds records with leaves that are not arrays (shardings, tracers of
+  # vmap), so the shape checker must leave the constructor alone.
+  setattr(cls, "__no_type_check__", True)  # noqa: B010 (unknown to pyright)
+  return flax.struct.dataclass(cls, kw_only=True)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def host_record(cls: type[_T]) -> type[_T]:
+  """Declares a host record: frozen, keyword-only, never sharded."""
+  return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+
+
+# --------------------------------------------------------------- on device
+
+
+@record
+class TrainState:
+  """Everything an update changes.
+
+  Attributes:
+    step: batches consumed, whether or not their update was applied.
+    version: optimizer updates applied; the policy version of `params`.
+    params: the weights, in the trainer's dtype.
+    opt_state: the optimizer's state.
+    key: the run's random key; constant, every use folds in what it is for.
+  """
+
+  step: Int[Array, ""]
+  version: Int[Array, ""]
+  params: Tree
+  opt_state: Tree
+  key: jax.Array
+
+
+@record
+class Batch:
+  """Scored completions as rows, one rollout a row, padded on the right.
+
+  Arrays of shape [B, T] are aligned with `tokens`: entry t speaks of token t,
+  given the tokens before it.
+
+  Attributes:
+    tokens: prompt then completion; 0 beyond the end.
+    positions: 0, 1, ... in each sequence; 0 beyond the end.
+    segment_ids: 1 on real tokens, 0 on padding.
+    loss_mask: 1 on tokens that train, from lengths, never from token values.
+    sampler_logprobs: reported by the engine that sampled; 0 where unmasked.
+    policy_versions: policy version that sampled the token; 0 where unmasked.
+    temperature: sampling temperature of the row, applied to logits.
+    rewards: reward of the row; NaN where there is none.
+    group_ids: rows with equal id answer one draw of a prompt; in [0, B).
+    advantages: filled by `score`.
+    old_logprobs: filled by `score`; the trainer's own, before the update.
+  """
+
+  tokens: Int[Array, "B T"]
+  positions: Int[Array, "B T"]
+  segment_ids: Int[Array, "B T"]
+  loss_mask: Float[Array, "B T"]
+  sampler_logprobs: Float[Array, "B T"]
+  policy_versions: Int[Array, "B T"]
+  temperature: Float[Array, " B"]
+  rewards: Float[Array, " B"]
+  group_ids: Int[Array, " B"]
+  advantages: Float[Array, " B"]
+  old_logprobs: Float[Array, "B T"]
+
+
+@record
+class LossInputs:
+  """What a policy loss may see. All [B, T]; masked entries carry anything.
+
+  Attributes:
+    logprobs: under the weights being trained; the only differentiable field.
+    old_logprobs: under the trainer's weights before the update.
+    sampler_logprobs: under the engine that sampled the token.
+    advantages: one value a row, broadcast over its tokens.
+    loss_mask: 1 on tokens that train.
+  """
+
+  logprobs: Float[Array, "B T"]
+  old_logprobs: Float[Array, "B T"]
+  sampler_logprobs: Float[Array, "B T"]
+  advantages: Float[Array, "B T"]
+  loss_mask: Float[Array, "B T"]
+
+
+# ----------------------------------------------------------------- on host
+
+
+@host_record
+class Policy:
+  """Weights that may be sampled from, on the generation submesh.
+
+  A host record on purpose: `version` changes every update, so passing it into
+  a jitted function as a constant would compile again each time. Steps take
+  `policy.params`.
+
+  Attributes:
+    params: weights in the engine's dtype and sharding.
+    version: optimizer updates applied in these weights.
+    step: batches the trainer had consumed when it published them.
+    fingerprints: checksums per leaf, as computed on the training and on the
+      generation submesh; equal when every bit arrived.
+  """
+
+  params: Tree
+  version: int
+  step: int
+  fingerprints: tuple[Tree, Tree] | None = None
+
+
+@host_record
+class Example:
+  """One item of a data source, before it becomes a prompt of a run."""
+
+  prompt: str | tuple[Mapping[str, str], ...]
+  reference: Any
+
+
+@host_record
+class Prompt:
+  """One draw from the data: the `uid`-th prompt of the run.
+
+  Two draws of the same item have different uids, and so are different groups.
+  """
+
+  uid: int
+  tokens: tuple[int, ...]
+  text: str
+  reference: Any
+
+
+@host_record
+class SamplingParams:
+  """How one rollout is sampled.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the most probable token.
+    top_k: keeps the k most probable tokens; 0 keeps all.
+    top_p: keeps tokens while the probability before them is below p; 1 keeps
+      all.
+    max_tokens: longest completion, in tokens.
+    stop_ids: a token of this set ends the completion and is part of it.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  max_tokens: int = 32
+  stop_ids: tuple[int, ...] = ()
+
+  def __post_init__(self) -> None:
+    rules = (
+      (self.temperature >= 0, "temperature", ">= 0", self.temperature),
+      (self.top_k >= 0, "top_k", ">= 0 (0 keeps all)", self.top_k),
+      (0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p),
+      (self.max_tokens >= 1, "max_tokens", ">= 1", self.max_tokens),
+    )
+    for holds, name, rule, value in rules:
+      if not holds:
+        raise InputError(
+          f"sampling.{name}: expected {rule}, got {value}. Correct the value."
+        )
+
+
+@host_record
+class Request:
+  """A group to sample: one prompt, one completion for each of `uids`.
+
+  Attributes:
+    prompt: token ids of the prompt.
+    uids: identity of each completion; with the position it is the whole
+      source of randomness of a token.
+    sampling: how to sample each of them.
+  """
+
+  prompt: tuple[int, ...]
+  uids: tuple[int, ...]
+  sampling: SamplingParams
+
+
+@host_record
+class Completion:
+  """What the engine made for one uid.
+
+  Attributes:
+    uid: as asked for.
+    tokens: the ids, the stop token included.
+    logprobs: of each token, in nats, under the temperature-scaled
+      distribution over the whole vocabulary.
+    versions: policy version that made each token.
+    finish: "stop" by a stop token, "length" by the limit.
+  """
+
+  uid: int
+  tokens: tuple[int, ...]
+  logprobs: tuple[float, ...]
+  versions: tuple[int, ...]
+  finish: Literal["stop", "length"]
+
+
+@host_record
+class Rollout:
+  """One sampled conversation with its score.
+
+  Attributes:
+    prompt: what was asked.
+    completion: what was answered, as ids.
+    temperature: the temperature it was sampled at.
+    text: the completion for people and rewards, without its stop token.
+    reward: in the task's own unit; NaN when there is none.
+    parts: named parts of the reward, unweighted.
+    failure: why there is no reward; empty otherwise.
+  """
+
+  prompt: Prompt
+  completion: Completion
+  temperature: float
+  text: str
+  reward: float = float("nan")
+  parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  failure: str = ""
+
+
+@host_record
+class Group:
+  """The rollouts of one draw of a prompt."""
+
+  prompt: Prompt
+  rollouts: tuple[Rollout, ...]
+
+
+@runtime_checkable
+class Algorithm(Protocol):
+  """Turns rewards into advantages and log-probabilities into a loss."""
+
+  def advantages(
+    self, rewards: Float[Array, " B"], group_ids: Int[Array, " B"]
+  ) -> Float[Array, " B"]:
+    """Gives each row its advantage."""
+    ...
+
+  def loss(
+    self, inputs: LossInputs, num_tokens: Float[Array, ""]
+  ) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
+    """Gives the share of some rows in the step's loss, and of its metrics."""
+    ...
+
+
+# A reward: the rollout and the reference of its prompt to a number, or to
+# named parts that the configured weights add up.
+Reward = Callable[[Rollout, Any], float | Mapping[str, float]]

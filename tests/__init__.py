@@ -1,0 +1,1 @@
+"""Tests, by kind; see docs/map.md."""

@@ -1,0 +1,407 @@
+"""The update: invariances, skipped steps, and one device against eight."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_post import types
+from jaxrl_post.algos import grpo, sft
+from jaxrl_post.models import decoder as decoders
+from jaxrl_post.models import spec, transformer
+from jaxrl_post.training import optim, step
+
+_CONFIG = transformer.Config(
+  num_layers=2,
+  width=32,
+  num_heads=4,
+  num_kv_heads=2,
+  head_width=8,
+  ff_width=64,
+  vocab_size=64,
+)
+_DECODER = decoders.Decoder(_CONFIG, chunk=5)
+_LENGTH = 12
+
+
+@functools.cache
+def _params():
+  tree = transformer.spec(_CONFIG)
+  return spec.init(tree, jax.random.key(0), jnp.dtype("float32"))
+
+
+def _batch(prompts, completions, rewards, group_ids, *, length=_LENGTH, left=0):
+  """Lays rows out by hand, with `left` pads before and the rest behind."""
+  rows = len(prompts)
+  ints = {
+    name: np.zeros((rows, length), np.int32)
+    for name in ("tokens", "positions", "segment_ids", "policy_versions")
+  }
+  mask = np.zeros((rows, length), np.float32)
+  for i, (prompt, completion) in enumerate(
+    zip(prompts, completions, strict=True)
+  ):
+    n, m = len(prompt), len(completion)
+    at = slice(left, left + n + m)
+    ints["tokens"][i, at] = [*prompt, *completion]
+    ints["positions"][i, at] = np.arange(n + m)
+    ints["segment_ids"][i, at] = 1
+    mask[i, left + n : left + n + m] = 1
+  fields = dict(
+    **ints,
+    loss_mask=mask,
+    sampler_logprobs=np.full((rows, length), -3.0, np.float32),
+    temperature=np.ones(rows, np.float32),
+    rewards=np.array(rewards, np.float32),
+    group_ids=np.array(group_ids, np.int32),
+    advantages=np.zeros(rows, np.float32),
+    old_logprobs=np.zeros((rows, length), np.float32),
+  )
+  return types.Batch(**jax.tree.map(jnp.asarray, fields))
+
+
+def _ragged(rewards=(1, 0, 0.5, 1, 0, 0), **options):
+  """Six rows of lengths 1 to 6, in two groups."""
+  draw = np.random.default_rng(0)
+  prompts = [draw.integers(0, 64, 3).tolist() for _ in range(6)]
+  answers = [draw.integers(0, 64, 1 + i).tolist() for i in range(6)]
+  return _batch(prompts, answers, rewards, [0, 0, 0, 1, 1, 1], **options)
+
+
+def _optimizer(**options):
+  cfg = optim.Optim(learning_rate=0.01, weight_decay=0.1, **options)
+  return optim.build(cfg, 10)
+
+
+def _state(params=None, **options):
+  params = _params() if params is None else params
+  return step.init(params, jax.random.key(1), _optimizer(**options))
+
+
+@functools.cache
+def _steps(microbatches=1, algo=None):
+  algo = algo or grpo.Grpo()
+  score = jax.jit(functools.partial(step.score, decoder=_DECODER, algo=algo))
+  update = jax.jit(
+    functools.partial(
+      step.update,
+      decoder=_DECODER,
+      algo=algo,
+      optimizer=_optimizer(),
+      microbatches=microbatches,
+    )
+  )
+  return score, update
+
+
+def _train(batch, microbatches=1, state=None):
+  score, update = _steps(microbatches)
+  state = _state() if state is None else state
+  return update(state, score(state.params, batch))
+
+
+def _gradient(batch):
+  """Returns loss and gradient of a batch, by the parts the update is made of.
+
+  The optimizer normalises gradients away; this is what has to be equal.
+  """
+  score, _ = _steps()
+  batch = score(_params(), batch)
+
+  def loss(params):
+    logprobs, _ = decoders.logprobs(
+      _DECODER,
+      params,
+      tokens=batch.tokens,
+      positions=batch.positions,
+      segment_ids=batch.segment_ids,
+      temperature=batch.temperature,
+    )
+    inputs = types.LossInputs(
+      logprobs=logprobs,
+      old_logprobs=batch.old_logprobs,
+      sampler_logprobs=batch.sampler_logprobs,
+      advantages=jnp.broadcast_to(batch.advantages[:, None], logprobs.shape),
+      loss_mask=batch.loss_mask,
+    )
+    return grpo.Grpo().loss(inputs, jnp.sum(batch.loss_mask))[0]
+
+  return jax.jit(jax.value_and_grad(loss))(_params())
+
+
+def _close(a, b, atol):
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
+
+
+def _equal(a, b):
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y), a, b)
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, 6])
+def test_c11_splitting_into_microbatches_changes_nothing(microbatches):
+  whole, m = _train(_ragged())
+  parts, n = _train(_ragged(), microbatches)
+  np.testing.assert_allclose(m["loss/policy"], n["loss/policy"], atol=1e-6)
+  np.testing.assert_allclose(
+    m["loss/grad_norm"], n["loss/grad_norm"], rtol=1e-6
+  )
+  _close(m, n, 1e-5)
+  _close(whole.params, parts.params, 1e-5)
+
+
+@pytest.mark.parametrize("cut", [[6], [3, 3], [1, 5], [2, 2, 2]])
+def test_c11_c09_the_loss_is_the_token_mean_however_it_is_cut(cut):
+  """The case's own numbers: rows of sums 3 and 5 over 2 and 4 tokens."""
+  algo = sft.Sft()
+  losses = np.array([[1, 2, 0, 0], [0.5, 0.5, 1.5, 2.5]], np.float32)
+  mask = np.array([[1, 1, 0, 0], [1, 1, 1, 1]], np.float32)
+  inputs = types.LossInputs(
+    logprobs=-losses,
+    old_logprobs=losses,
+    sampler_logprobs=losses,
+    advantages=losses,
+    loss_mask=mask,
+  )
+  rows = [jax.tree.map(lambda x, i=i: x[i : i + 1], inputs) for i in range(2)]
+  total = sum(algo.loss(row, jnp.float32(6))[0] for row in rows)
+  np.testing.assert_allclose(total, 1.333333, atol=1e-6)
+  np.testing.assert_allclose(
+    algo.loss(inputs, jnp.float32(6))[0], 1.333333, atol=1e-6
+  )
+  # And on the model, for parts of any size, with the step's denominator.
+  score, _ = _steps()
+  batch = score(_params(), _ragged())
+  tokens = jnp.sum(batch.loss_mask)
+  edges = np.cumsum([0, *cut])
+  share = 0.0
+  for a, b in zip(edges, edges[1:], strict=False):
+    part = jax.tree.map(lambda x, a=a, b=b: x[a:b], batch)
+    one = types.LossInputs(
+      logprobs=part.old_logprobs,
+      old_logprobs=part.old_logprobs,
+      sampler_logprobs=part.sampler_logprobs,
+      advantages=jnp.broadcast_to(
+        part.advantages[:, None], part.loss_mask.shape
+      ),
+      loss_mask=part.loss_mask,
+    )
+    share += grpo.Grpo().loss(one, tokens)[0]
+  _, values = _train(_ragged())
+  np.testing.assert_allclose(share, values["loss/policy"], atol=1e-6)
+
+
+def test_c15_unequal_lengths_at_ratio_one():
+  inputs = types.LossInputs(
+    logprobs=jnp.zeros((2, 3)),
+    old_logprobs=jnp.zeros((2, 3)),
+    sampler_logprobs=jnp.zeros((2, 3)),
+    advantages=jnp.array([[1.0] * 3, [-1.0] * 3]),
+    loss_mask=jnp.array([[1.0, 0, 0], [1, 1, 1]]),
+  )
+  loss, _ = grpo.Grpo().loss(inputs, jnp.float32(4))
+  np.testing.assert_allclose(loss, 0.5, atol=1e-6)
+
+
+def test_c13_a_batch_without_trained_tokens_moves_nothing():
+  good, _ = _train(_ragged())  # Non-zero moments, so momentum could move.
+  empty = dataclasses.replace(_ragged(), loss_mask=jnp.zeros((6, _LENGTH)))
+  after, values = _train(empty, state=good)
+  assert values["loss/policy"] == 0
+  assert values["loss/tokens"] == 0
+  assert values["loss/skipped"] == 1
+  _equal(after.params, good.params)
+  _equal(after.opt_state, good.opt_state)
+  assert (after.version, after.step) == (good.version, good.step + 1)
+
+
+def test_c13_an_empty_microbatch_changes_nothing():
+  batch = _ragged()
+  wide = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
+  mask = jnp.concatenate([jnp.zeros_like(batch.loss_mask), batch.loss_mask])
+  ids = jnp.concatenate([batch.group_ids + 2, batch.group_ids])
+  wide = dataclasses.replace(wide, loss_mask=mask, group_ids=ids)
+  # Strided parts of two: make the empty rows exactly one part.
+  order = np.arange(12).reshape(2, 6).T.reshape(-1)
+  wide = jax.tree.map(lambda x: x[order], wide)
+  plain, m = _train(batch)
+  split, n = _train(wide, 2)
+  np.testing.assert_allclose(m["loss/policy"], n["loss/policy"], atol=1e-6)
+  _close(plain.params, split.params, 1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_c115_one_bad_gradient_is_skipped_and_leaves_no_trace(bad):
+  state = _state()
+  score, update = _steps()
+  poisoned = dataclasses.replace(
+    score(state.params, _ragged()), advantages=jnp.full(6, bad)
+  )
+  skipped, values = update(state, poisoned)
+  assert values["loss/skipped"] == 1
+  _equal(skipped.params, state.params)
+  _equal(skipped.opt_state, state.opt_state)
+  assert skipped.version == state.version
+  plain, _ = _train(_ragged(), state=state)
+  after, _ = _train(_ragged(), state=skipped)
+  _equal(after.params, plain.params)
+
+
+def test_rows_without_a_reward_do_not_train():
+  rewards = [1, np.nan, 0.5, 1, 0, 0]
+  state, values = _train(_ragged(rewards))
+  assert values["loss/tokens"] == 21 - 2
+  batch = _ragged(rewards)
+  # What the row holds does not matter.
+  batch = dataclasses.replace(batch, tokens=batch.tokens.at[1, 4:].set(9))
+  other, _ = _train(batch)
+  _close(state.params, other.params, 1e-6)
+
+
+def test_c01_groups_without_signal_give_a_zero_gradient():
+  _, values = _train(_ragged([0.9] * 6))
+  assert values["loss/grad_norm"] == 0
+
+
+@pytest.mark.parametrize("options", [{"length": 20}, {"length": 17, "left": 5}])
+def test_c41_padding_changes_neither_logprobs_nor_gradient(options):
+  plain, padded = _ragged(), _ragged(**options)
+  score, _ = _steps()
+  a, b = score(_params(), plain), score(_params(), padded)
+  real = np.asarray(plain.loss_mask) > 0
+  padded_real = np.asarray(padded.loss_mask) > 0
+  np.testing.assert_allclose(
+    a.old_logprobs[real], b.old_logprobs[padded_real], atol=1e-5
+  )
+  (x, grad), (y, other) = _gradient(plain), _gradient(padded)
+  np.testing.assert_allclose(x, y, atol=1e-5)
+  _close(grad, other, 1e-5)
+
+
+def test_c44_row_order_changes_neither_loss_nor_gradient():
+  batch = _ragged()
+  order = np.random.default_rng(1).permutation(6)
+  mixed = jax.tree.map(lambda x: x[order], batch)
+  (x, grad), (y, other) = _gradient(batch), _gradient(mixed)
+  np.testing.assert_allclose(x, y, atol=1e-6)
+  _close(grad, other, 1e-6)
+
+
+def test_remat_and_chunks_change_memory_and_not_numbers():
+  batch, results = _ragged(), []
+  for decoder in (
+    _DECODER,
+    dataclasses.replace(_DECODER, remat=True, chunk=1),
+    dataclasses.replace(_DECODER, chunk=100),
+  ):
+
+    def total(params, decoder=decoder):
+      logprobs, _ = decoders.logprobs(
+        decoder,
+        params,
+        tokens=batch.tokens,
+        positions=batch.positions,
+        segment_ids=batch.segment_ids,
+        temperature=batch.temperature,
+      )
+      return jnp.sum(logprobs * batch.loss_mask)
+
+    results.append(jax.jit(jax.value_and_grad(total))(_params()))
+  _close(results[0], results[1], 1e-5)
+  _close(results[0], results[2], 1e-5)
+
+
+def test_c30_temperature_divides_logits_in_the_trainer():
+  batch = _ragged()
+  hidden, _ = transformer.forward(
+    _params(),
+    _CONFIG,
+    batch.tokens,
+    batch.positions,
+    segment_ids=batch.segment_ids,
+  )
+  logits = transformer.logits(_params(), _CONFIG, hidden)
+  expected = jax.nn.log_softmax(logits[:, :-1] / 0.5)
+  taken = np.take_along_axis(
+    np.asarray(expected), np.asarray(batch.tokens[:, 1:, None]), axis=-1
+  )[..., 0]
+  scored = step.score(
+    _params(),
+    dataclasses.replace(batch, temperature=jnp.full(6, 0.5)),
+    decoder=_DECODER,
+    algo=grpo.Grpo(),
+  )
+  real = batch.segment_ids[:, 1:] > 0
+  np.testing.assert_allclose(
+    scored.old_logprobs[:, 1:][real], taken[real], atol=1e-5
+  )
+
+
+def test_c34_a_bfloat16_body_keeps_float32_logits():
+  batch = _ragged()
+  exact = step.score(_params(), batch, decoder=_DECODER, algo=grpo.Grpo())
+  rough = step.score(
+    _params(),
+    batch,
+    decoder=dataclasses.replace(_DECODER, dtype="bfloat16"),
+    algo=grpo.Grpo(),
+  )
+  assert rough.old_logprobs.dtype == jnp.float32
+  mask = batch.loss_mask > 0
+  gap = np.abs(rough.old_logprobs - exact.old_logprobs)[mask]
+  assert 0 < gap.mean() < 0.02
+
+
+def test_c119_small_updates_do_not_vanish():
+  tx = optax.sgd(0.001)
+  state = step.init({"embed": jnp.ones(3)}, jax.random.key(0), tx)
+  params, opt_state = state.params, state.opt_state
+  for _ in range(10):
+    updates, opt_state = tx.update({"embed": -jnp.ones(3)}, opt_state, params)
+    params = optax.apply_updates(params, updates)
+  np.testing.assert_allclose(params["embed"], 1.01, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_schedules_rise_and_end_as_said(schedule):
+  cfg = optim.Optim(learning_rate=0.5, schedule=schedule, warmup_steps=4)
+  rate = optim.schedule(cfg, 12)
+  assert rate(0) == 0
+  np.testing.assert_allclose(rate(4), 0.5)
+  np.testing.assert_allclose(
+    rate(12), 0.5 if schedule == "constant" else 0.0, atol=1e-7
+  )
+
+
+def test_weight_decay_leaves_norms_alone():
+  still = jax.tree.map(jnp.zeros_like, _params())
+  tx = _optimizer()
+  with jax.numpy_dtype_promotion("standard"):
+    updates, _ = tx.update(still, tx.init(_params()), _params())
+  norms = [updates["final_norm"], updates["layers"]["attn_norm"]]
+  assert not any(np.any(u) for u in norms)
+  assert np.any(updates["layers"]["q"])
+
+
+def test_mismatch_is_measured_on_tokens_of_lag_zero_only():
+  score, update = _steps()
+  batch = score(_params(), _ragged())
+  versions = np.where(np.arange(_LENGTH) < 5, 0, 1).astype(np.int32)
+  sampler = batch.old_logprobs - jnp.where(versions == 1, 0.25, 7.0)
+  batch = dataclasses.replace(
+    batch,
+    policy_versions=jnp.broadcast_to(versions, batch.tokens.shape),
+    sampler_logprobs=sampler,
+  )
+  state = dataclasses.replace(_state(), version=jnp.int32(1))
+  _, values = update(state, batch)
+  np.testing.assert_allclose(values["mismatch/mean_abs"], 0.25, atol=1e-5)
+  np.testing.assert_allclose(values["mismatch/max_abs"], 0.25, atol=1e-5)
+  kl = np.exp(0.25) - 0.25 - 1
+  np.testing.assert_allclose(values["mismatch/kl"], kl, atol=1e-5)
+  state = dataclasses.replace(_state(), version=jnp.int32(9))
+  _, values = update(state, batch)
+  assert np.isnan(values["mismatch/mean_abs"])

@@ -1,0 +1,129 @@
+import math
+
+import numpy as np
+import pytest
+
+from jaxrl_post import types
+from jaxrl_post.runtime import metrics
+
+NAN = float("nan")
+
+
+def rollout(
+  length: int = 3,
+  reward: float = NAN,
+  finish="stop",
+  **parts: float,
+) -> types.Rollout:
+  return types.Rollout(
+    prompt=types.Prompt(uid=0, tokens=(1,), text="?", reference=None),
+    completion=types.Completion(
+      uid=0,
+      tokens=(5,) * length,
+      logprobs=(-1.0,) * length,
+      versions=(0,) * length,
+      finish=finish,
+    ),
+    temperature=1.0,
+    text="",
+    reward=reward,
+    parts=parts,
+  )
+
+
+def group(*rollouts: types.Rollout) -> types.Group:
+  return types.Group(prompt=rollouts[0].prompt, rollouts=rollouts)
+
+
+def test_c123_length_figures_speak_of_all_rollouts():
+  made = group(
+    rollout(3),
+    rollout(5),
+    rollout(8, finish="length"),
+    rollout(8, finish="length"),
+  )
+  got = metrics.batch_metrics([made])
+  assert got["completion/mean_tokens"] == 6.0
+  assert got["completion/truncated"] == 0.5
+  assert got["completion/mean_tokens_finished"] == 4.0
+  assert got["completion/max_tokens"] == 8
+  assert got["completion/min_tokens"] == 3
+
+
+def test_rewards_are_averaged_over_those_there_are():
+  groups = [
+    group(rollout(reward=1.0), rollout(reward=NAN)),
+    group(rollout(reward=0.0), rollout(reward=0.5)),
+  ]
+  got = metrics.batch_metrics(groups)
+  assert got["reward/mean"] == 0.5
+  assert got["reward/std"] == pytest.approx(math.sqrt(1 / 6))  # divided by n
+  assert got["reward/missing"] == 1
+
+
+def test_a_part_is_averaged_over_the_rollouts_that_have_it():
+  made = group(
+    rollout(reward=1.0, format=1.0, maths=0.5),
+    rollout(reward=1.0, format=0.0),
+    rollout(),
+  )
+  got = metrics.batch_metrics([made])
+  assert got["reward/format"] == 0.5 and got["reward/maths"] == 0.5
+
+
+def test_a_group_has_signal_when_two_of_its_rewards_differ():
+  groups = [
+    group(*[rollout(reward=0.9)] * 10),
+    group(rollout(reward=0.9), rollout(reward=0.8)),
+    group(rollout(reward=0.9), rollout(reward=NAN)),
+    group(rollout(), rollout()),
+  ]
+  got = metrics.batch_metrics(groups)
+  assert got["signal/zero_fraction"] == 0.75
+  assert metrics.batch_metrics(groups[1:2])["signal/zero_fraction"] == 0
+
+
+def test_nothing_to_average_is_nan():
+  got = metrics.batch_metrics([group(rollout(4, finish="length"))])
+  assert math.isnan(got["reward/mean"])
+  assert math.isnan(got["completion/mean_tokens_finished"])
+  assert got["reward/missing"] == 1 and got["completion/truncated"] == 1
+  assert math.isnan(metrics.batch_metrics([])["completion/mean_tokens"])
+
+
+def test_lag_is_of_trained_tokens_and_the_head_is_the_first_of_a_row():
+  versions = np.array([[0, 3, 4, 5], [0, 0, 5, 5], [9, 9, 9, 9]])
+  mask = np.array([[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]], np.float32)
+  got = metrics.staleness(versions, mask, 5)
+  assert got == {
+    "staleness/mean": (2 + 1 + 0 + 0) / 4,
+    "staleness/max": 2,
+    "staleness/head": (2 + 0) / 2,
+  }
+
+
+def test_a_batch_that_trains_nothing_has_no_lag():
+  got = metrics.staleness(np.zeros((2, 3), int), np.zeros((2, 3)), 1)
+  assert all(math.isnan(value) for value in got.values())
+
+
+def test_throughput_is_per_device_held():
+  counts = metrics.Counts(
+    generated=60, consumed=45, sampled_tokens=5400, trained_tokens=3600
+  )
+  # 4 devices for half an hour are 2 device-hours.
+  assert metrics.throughput(counts, 4, 1800.0) == {
+    "throughput/generated_per_device_hour": 30.0,
+    "throughput/consumed_per_device_hour": 22.5,
+    "throughput/yield": 0.75,
+    "throughput/sampled_tokens_per_s": 3.0,
+    "throughput/trained_tokens_per_s": 2.0,
+  }
+
+
+def test_throughput_of_no_time_is_nan():
+  counts = metrics.Counts(
+    generated=0, consumed=0, sampled_tokens=0, trained_tokens=0
+  )
+  got = metrics.throughput(counts, 4, 0.0)
+  assert all(math.isnan(value) for value in got.values())
