@@ -14,11 +14,12 @@ from jaxrl_post.envs import evaluate
 from jaxrl_post.models import decoder, transformer
 from jaxrl_post.placement import mesh
 from jaxrl_post.rewards import pool
+from jaxrl_post.runtime import checkpoint
 from jaxrl_post.sampling import engine
 from jaxrl_post.training import optim, warmup
 
-_LETTERS = "abcdefghijklmnop"
-_LENGTH = 6
+_LETTERS = "abcdefgh"
+_LENGTH = 5
 _HELD_OUT = 10_000_000
 
 
@@ -69,16 +70,17 @@ def get_config() -> config.Run:
       alphabet=f"{_LETTERS}>",
       max_prompt=_LENGTH + 1,
     ),
-    rewards=pool.Rewards(functions=(score,)),
+    rewards=pool.Rewards(functions=(score,), batch=64),
     algo=grpo.Grpo(),
-    optim=optim.Optim(learning_rate=1e-3),
+    optim=optim.Optim(learning_rate=8e-4, schedule="linear"),
     sampling=engine.Sampling(max_tokens=_LENGTH + 2, rows=256, block=8),
     placement=mesh.Placement(mode="split", cpu_devices=2),
-    evaluation=evaluate.Evaluation(every=50),
+    evaluation=evaluate.Evaluation(every=100),
+    checkpoint=checkpoint.Checkpoint(every=50),
     warmup=warmup.Warmup(
-      num_steps=60, rows=64, optim=optim.Optim(learning_rate=3e-3)
+      num_steps=18, rows=64, optim=optim.Optim(learning_rate=3e-3)
     ),
-    num_steps=200,
+    num_steps=450,
     groups_per_step=32,
     group_size=8,
     max_lag=1,

@@ -25,6 +25,7 @@ _HOMES = {
   "SamplingParams": "types",
   "TrainState": "types",
   # Steps: pure, to be jitted or called.
+  "completions": "sampling.steps",
   "decode": "sampling.steps",
   "init": "training.step",
   "insert": "sampling.steps",

@@ -85,7 +85,11 @@ def _state(params=None, **options):
 @functools.cache
 def _steps(microbatches=1, algo=None):
   algo = algo or grpo.Grpo()
-  score = jax.jit(functools.partial(step.score, decoder=_DECODER, algo=algo))
+  score = jax.jit(
+    functools.partial(
+      step.score, decoder=_DECODER, algo=algo, microbatches=microbatches
+    )
+  )
   update = jax.jit(
     functools.partial(
       step.update,
@@ -142,6 +146,13 @@ def _equal(a, b):
 
 
 @pytest.mark.parametrize("microbatches", [2, 3, 6])
+def test_score_is_the_same_for_any_cut_into_microbatches():
+  whole, cut = (_steps(n)[0](_params(), _ragged()) for n in (1, 3))
+  np.testing.assert_allclose(cut.old_logprobs, whole.old_logprobs, atol=1e-6)
+  np.testing.assert_array_equal(cut.advantages, whole.advantages)
+  np.testing.assert_array_equal(cut.loss_mask, whole.loss_mask)
+
+
 def test_c11_splitting_into_microbatches_changes_nothing(microbatches):
   whole, m = _train(_ragged())
   parts, n = _train(_ragged(), microbatches)

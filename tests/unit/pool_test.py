@@ -387,3 +387,33 @@ def test_a_setting_out_of_range_is_refused(fields, place):
 def test_the_configuration_itself_can_be_pickled():
   cfg = config(weights=(2.0,))
   assert pickle.loads(pickle.dumps(cfg)) == cfg
+
+
+@pytest.mark.parametrize("verb", [("hang",), ("die",), ("give", math.inf)])
+def test_a_batch_with_a_failure_is_scored_again_one_by_one(verb):
+  settings = config(on_failure="mask", workers=1, batch=4)
+  references = [
+    ("give", 1.0),
+    verb,
+    ("give", 2.0),
+    ("give", 3.0),
+    ("give", 4.0),
+  ]
+  with pools.Pool(settings) as pool:
+    futures = pool.submit_all(
+      [rollout(uid, reference) for uid, reference in enumerate(references)]
+    )
+    scored = [future.result(timeout=WAIT_S) for future in futures]
+  assert [r.completion.uid for r in scored] == [0, 1, 2, 3, 4]
+  assert [r.reward for r in scored if not r.failure] == [1.0, 2.0, 3.0, 4.0]
+  assert math.isnan(scored[1].reward)
+
+
+def test_a_batch_under_stop_raises_for_the_rollout_that_raised():
+  with pools.Pool(config(workers=1, batch=3)) as pool:
+    good, bad = pool.submit_all(
+      [rollout(0, ("give", 1.0)), rollout(1, ("raise", ValueError("boom")))]
+    )
+    assert good.result(timeout=WAIT_S).reward == 1.0
+    with pytest.raises(ValueError, match="boom"):
+      bad.result(timeout=WAIT_S)

@@ -68,10 +68,12 @@ def evaluate(
   """
   completions = generate([env.request(prompt) for prompt in prompts])
   asked = [p for p in prompts for _ in range(env.group_size)]
-  futures = [
-    rewards.submit(env.rollout(prompt, completion))
-    for prompt, completion in zip(asked, completions, strict=True)
-  ]
+  futures = rewards.submit_all(
+    [
+      env.rollout(prompt, completion)
+      for prompt, completion in zip(asked, completions, strict=True)
+    ]
+  )
   concurrent.futures.wait(futures, timeout=timeout_s)
   rollouts = [future.result(timeout=0) for future in futures]
   scored = [r for r in rollouts if math.isfinite(r.reward)]

@@ -346,23 +346,25 @@ class Stream:
     with self._clock.span("generation", "busy"):
       completions = self._engine.step(policy.params, policy.version)
     self._progress = time.monotonic()
-    for completion in completions:
-      self._hand_to_reward(completion)
+    rollouts = [self._book(completion) for completion in completions]
+    kept = [rollout for rollout in rollouts if rollout is not None]
+    for future in self._rewards.submit_all(kept):
+      future.add_done_callback(self._on_scored)
 
-  def _hand_to_reward(self, completion: types.Completion) -> None:
+  def _book(self, completion: types.Completion) -> types.Rollout | None:
+    """Enters a completion; returns its rollout, if its group is still here."""
     uid = self._env.owner(completion.uid)
     with self._changed:
       self.counters.generated += 1
       self.counters.sampled_tokens += len(completion.tokens)
       group = self._groups.get(uid)
       if group is None:  # Dropped while it was sampled.
-        return
+        return None
       group.sampled += 1
       group.tokens += len(completion.tokens)
       if group.sampled == self._env.group_size:
         self._apply(ledgers.Finish(uid, group.tokens))
-    future = self._rewards.submit(self._env.rollout(group.prompt, completion))
-    future.add_done_callback(self._on_scored)
+    return self._env.rollout(group.prompt, completion)
 
   def _on_scored(self, future: concurrent.futures.Future) -> None:
     with self._changed:

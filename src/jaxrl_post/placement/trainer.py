@@ -56,7 +56,7 @@ def build(
     decoder: the model.
     algo: advantages and loss.
     optimizer: from `training.optim.build`, or any optax transformation.
-    microbatches: see `training.step.update`.
+    microbatches: parts that score and update cut the rows into.
     key: the run's key.
     keep_params: leave the weights alive in `update`, because the policy is an
       alias of them; otherwise their memory is used again.
@@ -92,7 +92,9 @@ def build(
 
   @functools.partial(jax.jit, in_shardings=(by_leaf, rows), out_shardings=rows)
   def score(params: types.Tree, batch: types.Batch) -> types.Batch:
-    return step.score(params, batch, decoder=decoder, algo=algo)
+    return step.score(
+      params, batch, decoder=decoder, algo=algo, microbatches=microbatches
+    )
 
   # Weights and the rest apart: only the rest may always be donated.
   @functools.partial(

@@ -50,6 +50,10 @@ class Rewards:
       weight times value; of a function that names its parts, of their sum.
     workers: processes.
     timeout_s: longest call of one function on one rollout, in seconds.
+    batch: rollouts sent to a worker at a time; more than 1 for functions that
+      take microseconds, where sending is most of the work. `timeout_s` is then
+      for the batch. A batch with a failure is scored again one by one, so
+      that failures mean the same.
     on_failure: what a function that raises, takes too long, dies, or returns
       no finite number does. "stop" ends the run; "mask" leaves the rollout
       without reward, counted and out of the update. NaN and None are always a
@@ -60,6 +64,7 @@ class Rewards:
   weights: tuple[float, ...] = ()
   workers: int = 1
   timeout_s: float = 10.0
+  batch: int = 1
   on_failure: Literal["stop", "mask"] = "stop"
 
   def __post_init__(self) -> None:
@@ -72,6 +77,7 @@ class Rewards:
       (given in {0, wanted}, "weights", f"{wanted} of them", self.weights),
       (finite, "weights", "finite numbers", self.weights),
       (self.workers >= 1, "workers", ">= 1", self.workers),
+      (self.batch >= 1, "batch", ">= 1", self.batch),
       (time_holds, "timeout_s", "> 0 seconds", self.timeout_s),
       (
         self.on_failure in policies,
@@ -89,10 +95,32 @@ class Rewards:
       _check_portable(function)
 
 
-@dataclasses.dataclass(frozen=True)
+def _future() -> concurrent.futures.Future[types.Rollout]:
+  future: concurrent.futures.Future[types.Rollout]
+  future = concurrent.futures.Future()
+  future.set_running_or_notify_cancel()  # nobody may cancel it half-way
+  return future
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Pending:
+  """A rollout that is being scored, and who waits for it."""
+
   rollout: types.Rollout
-  calls: tuple[concurrent.futures.Future[combine.Score], ...]
+  payload: bytes
+  future: concurrent.futures.Future[types.Rollout] = dataclasses.field(
+    default_factory=_future
+  )
+
+
+def _dump(rollout: types.Rollout) -> bytes:
+  try:
+    return pickle.dumps(rollout)
+  except _UNPICKLABLE as error:
+    raise types.InputError(
+      "data: expected references that can be pickled, got "
+      f"{rollout.prompt.reference!r} ({error}). Use numbers, text, lists."
+    ) from error
 
 
 class Pool:
@@ -165,35 +193,47 @@ class Pool:
       types.InputError: when the rollout's reference cannot be pickled.
       types.RunError: when the pool is not entered, or lost its workers.
     """
-    future: concurrent.futures.Future[types.Rollout]
-    future = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # nobody may cancel it half-way
-    try:
-      payload = pickle.dumps(rollout)
-    except _UNPICKLABLE as error:
-      raise types.InputError(
-        "data: expected references that can be pickled, got "
-        f"{rollout.prompt.reference!r} ({error}). Use numbers, text, lists."
-      ) from error
-    calls = tuple(
-      self._schedule(index, payload) for index in range(len(self._names))
-    )
-    self._pending[future] = _Pending(rollout=rollout, calls=calls)
-    for call in calls:
-      call.add_done_callback(functools.partial(self._arrived, future))
+    return self.submit_all([rollout])[0]
+
+  def submit_all(
+    self, rollouts: Sequence[types.Rollout]
+  ) -> list[concurrent.futures.Future[types.Rollout]]:
+    """Scores rollouts, `batch` of them at a time; otherwise as `submit`."""
+    futures = []
+    for start in range(0, len(rollouts), self._cfg.batch):
+      part = rollouts[start : start + self._cfg.batch]
+      entries = [_Pending(rollout, _dump(rollout)) for rollout in part]
+      futures += [entry.future for entry in entries]
+      self._pending |= {entry.future: entry for entry in entries}
+      self._send(entries)
     if self._workers is None:  # closed meanwhile, by another thread
       self._give_up()
-    return future
+    return futures
+
+  def _send(self, entries: "Sequence[_Pending]") -> None:
+    """Sends rollouts to a worker; a single one to each function apart."""
+    names = tuple(self._names)
+    if len(entries) > 1:
+      payloads = [entry.payload for entry in entries]
+      call = self._schedule(_call_all, (names, payloads))
+      call.add_done_callback(functools.partial(self._arrived_all, entries))
+      return
+    (entry,) = entries
+    calls = tuple(
+      self._schedule(_call, (index, name, entry.payload))
+      for index, name in enumerate(names)
+    )
+    for call in calls:
+      call.add_done_callback(functools.partial(self._arrived, entry, calls))
 
   def _schedule(
-    self, index: int, payload: bytes
-  ) -> concurrent.futures.Future[combine.Score]:
+    self, function: Callable[..., Any], args: tuple[Any, ...]
+  ) -> concurrent.futures.Future[Any]:
     if self._workers is None:
       raise types.RunError("reward pool: submit() outside of its `with` block")
-    args = (index, self._names[index], payload)
     try:
       return self._workers.schedule(
-        _call, args=args, timeout=self._cfg.timeout_s
+        function, args=args, timeout=self._cfg.timeout_s
       )
     except RuntimeError as error:
       raise types.RunError("reward pool: its workers are gone") from error
@@ -227,32 +267,57 @@ class Pool:
       self.worker_bytes // 2**20,
     )
 
+  def _arrived_all(
+    self,
+    entries: "Sequence[_Pending]",
+    call: concurrent.futures.Future[list[list[combine.Score]]],
+  ) -> None:
+    """Settles a batch, or sends it again one by one; on the pool's threads."""
+    failed = call.exception() is not None
+    if not failed and not any(s.fault for row in call.result() for s in row):
+      for entry, scores in zip(entries, call.result(), strict=True):
+        self._settle(entry, scores, [])
+      return
+    if self._workers is None:  # closing: whoever waits is told by `_give_up`
+      return
+    for entry in entries:
+      self._send([entry])
+
   def _arrived(
     self,
-    future: concurrent.futures.Future[types.Rollout],
+    entry: "_Pending",
+    calls: "tuple[concurrent.futures.Future[combine.Score], ...]",
     call: concurrent.futures.Future[combine.Score],
   ) -> None:
     """Settles a rollout once its last call is done; on the pool's threads."""
     del call
-    pending = self._pending.get(future)
-    if pending is None or not all(call.done() for call in pending.calls):
+    if not all(call.done() for call in calls):
       return
-    if self._pending.pop(future, None) is None:
-      return  # the other of the last two calls was faster
-    uid = pending.rollout.completion.uid
+    uid = entry.rollout.completion.uid
     scores: list[combine.Score] = []
     errors: list[BaseException] = []
-    for name, call in zip(self._names, pending.calls, strict=True):
+    for name, call in zip(self._names, calls, strict=True):
       score, error = self._outcome(name, uid, call)
       scores.append(score)
       errors += [error] if error is not None else []
+    self._settle(entry, scores, errors)
+
+  def _settle(
+    self,
+    entry: "_Pending",
+    scores: list[combine.Score],
+    errors: list[BaseException],
+  ) -> None:
+    future = entry.future
+    if self._pending.pop(future, None) is None:
+      return  # the other of the last two calls was faster, or the pool closed
     if self._cfg.on_failure == "mask":
       errors = [e for e in errors if isinstance(e, types.InputError)]
     if errors:
       future.set_exception(errors[0])
       return
     try:
-      scored = combine.combine(pending.rollout, scores, self._weights)
+      scored = combine.combine(entry.rollout, scores, self._weights)
     except types.InputError as error:
       future.set_exception(error)
       return
@@ -393,6 +458,15 @@ def _call(index: int, name: str, payload: bytes) -> combine.Score:
     rollout = pickle.loads(payload)
     value = _functions[index](rollout, rollout.prompt.reference)
     return combine.read(name, value)
+
+
+def _call_all(
+  names: tuple[str, ...], payloads: Sequence[bytes]
+) -> list[list[combine.Score]]:
+  return [
+    [_call(index, name, payload) for index, name in enumerate(names)]
+    for payload in payloads
+  ]
 
 
 class _Portable:

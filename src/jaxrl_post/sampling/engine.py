@@ -265,27 +265,22 @@ class Engine:
       return self._steps.prefill(params, tokens, length)
 
   def _insert(self, waiting: _Waiting, at: list[int]) -> None:
-    sampling, width = waiting.request.sampling, self._width
+    sampling = waiting.request.sampling
     uids = [waiting.uids.popleft() for _ in at]
     for index, uid in zip(at, uids, strict=True):
       self._rows[index] = _Row(uid, sampling.stop_ids)
-    idle = width - len(at)
-    stop_ids = np.full((width, self._cfg.max_stop_ids), -1, np.int32)
-    stop_ids[:, : len(sampling.stop_ids)] = sampling.stop_ids
-    # The step takes arrays of the host as well as of a device.
-    rows: dict[str, Any] = dict(
-      uid=np.array(uids + [0] * idle, np.uint32),
-      temperature=np.full(width, sampling.temperature, np.float32),
-      top_k=np.full(width, sampling.top_k, np.int32),
-      top_p=np.full(width, sampling.top_p, np.float32),
-      stop_ids=stop_ids,
-      remaining=np.full(width, sampling.max_tokens, np.int32),
+    rows = steps.rows_for(
+      uids,
+      sampling,
+      num_stop_ids=self._cfg.max_stop_ids,
+      width=self._width,
     )
-    target = np.array(at + [len(self._rows)] * idle, np.int32)
+    nowhere = [len(self._rows)] * (self._width - len(at))
+    target = np.array(at + nowhere, np.int32)
     source = np.array(waiting.source, np.int32)
     with self._dispatch:
       self._state = self._steps.insert(
-        waiting.prefix, self._state, source, target, steps.Rows(**rows)
+        waiting.prefix, self._state, source, target, rows
       )
 
   def _decode(self, params: types.Tree) -> steps.Block:

@@ -7,10 +7,12 @@ completion comes out whatever the row, the neighbours or the block size.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxrl_post import types
@@ -89,6 +91,38 @@ class Block:
   logprobs: Float[Array, "B T"]
   valid: Bool[Array, "B T"]
   active: Bool[Array, " B"]
+
+
+def rows_for(
+  uids: Sequence[int],
+  sampling: types.SamplingParams,
+  *,
+  num_stop_ids: int,
+  width: int | None = None,
+) -> Rows:
+  """Says what to sample in rows that are about to be filled.
+
+  Args:
+    uids: identity of each completion.
+    sampling: how all of them are sampled.
+    num_stop_ids: M, at least the number of stop ids in `sampling`.
+    width: rows to return, filled up with idle ones; None for one a uid.
+
+  Returns:
+    NumPy arrays; the step that takes them places them.
+  """
+  width = len(uids) if width is None else width
+  stop_ids = np.full((width, num_stop_ids), -1, np.int32)
+  stop_ids[:, : len(sampling.stop_ids)] = sampling.stop_ids
+  fields: dict[str, Any] = dict(
+    uid=np.array([*uids, *[0] * (width - len(uids))], np.uint32),
+    temperature=np.full(width, sampling.temperature, np.float32),
+    top_k=np.full(width, sampling.top_k, np.int32),
+    top_p=np.full(width, sampling.top_p, np.float32),
+    stop_ids=stop_ids,
+    remaining=np.full(width, sampling.max_tokens, np.int32),
+  )
+  return Rows(**fields)
 
 
 def empty(
@@ -270,6 +304,37 @@ def decode(
   start = (jnp.zeros((), jnp.int32), state, block)
   _, state, block = jax.lax.while_loop(proceed, one, start)
   return state, block
+
+
+def completions(
+  block: Block, uids: Sequence[int], *, version: int
+) -> list[types.Completion]:
+  """Reads the completions of a block that began and ended all of them.
+
+  Args:
+    block: from `decode`; waited for.
+    uids: of its rows, in order.
+    version: policy version of the weights that made it.
+
+  Returns:
+    One completion a uid. `finish` is "length" where the row was still active,
+    or used up the block.
+  """
+  host = jax.device_get(block)
+  made = []
+  for row, uid in enumerate(uids):
+    count = int(host.valid[row].sum())
+    ended = not host.active[row] and count < host.valid.shape[1]
+    made.append(
+      types.Completion(
+        uid=uid,
+        tokens=tuple(host.tokens[row, :count].tolist()),
+        logprobs=tuple(host.logprobs[row, :count].tolist()),
+        versions=(version,) * count,
+        finish="stop" if ended else "length",
+      )
+    )
+  return made
 
 
 def _token_key(key: jax.Array, uid: jax.Array, position: jax.Array):

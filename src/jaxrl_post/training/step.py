@@ -32,6 +32,7 @@ def score(
   *,
   decoder: decoders.Decoder,
   algo: types.Algorithm,
+  microbatches: int = 1,
 ) -> types.Batch:
   """Fills in what the update needs: old log-probabilities and advantages.
 
@@ -40,18 +41,28 @@ def score(
     batch: rows from `data.pack`.
     decoder: the model.
     algo: gives the advantages.
+    microbatches: parts the rows are cut into; divides B.
 
   Returns:
     The batch with both fields set and `loss_mask` 0 on rows without a reward.
   """
-  old, _ = decoders.logprobs(
-    decoder,
-    params,
-    tokens=batch.tokens,
-    positions=batch.positions,
-    segment_ids=batch.segment_ids,
-    temperature=batch.temperature,
-  )
+
+  def logprobs(part: types.Batch) -> jax.Array:
+    taken, _ = decoders.logprobs(
+      decoder,
+      params,
+      tokens=part.tokens,
+      positions=part.positions,
+      segment_ids=part.segment_ids,
+      temperature=part.temperature,
+    )
+    return taken
+
+  if microbatches == 1:
+    old = logprobs(batch)
+  else:
+    old = jax.lax.map(logprobs, _cut(batch, microbatches))
+    old = old.swapaxes(0, 1).reshape(batch.tokens.shape)
   valid = jnp.isfinite(batch.rewards).astype(jnp.float32)
   return dataclasses.replace(
     batch,
@@ -141,19 +152,25 @@ def _accumulate(loss_fn, params, batch, microbatches):
   if microbatches == 1:
     return grad_fn(params, batch)
 
+  def add(total, part):
+    return jax.tree.map(jnp.add, total, grad_fn(params, part)), None
+
+  parts = _cut(batch, microbatches)
+  shape = jax.eval_shape(grad_fn, params, jax.tree.map(lambda x: x[0], parts))
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
+  total, _ = jax.lax.scan(add, zeros, parts)
+  return total
+
+
+def _cut(batch: types.Batch, microbatches: int) -> types.Batch:
+  """Cuts rows into parts, as a new first dim."""
+
   def cut(x: jax.Array) -> jax.Array:
     # Strided, so that each part has rows of every device of the batch axis.
     x = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
     return x.swapaxes(0, 1)
 
-  def add(total, part):
-    return jax.tree.map(jnp.add, total, grad_fn(params, part)), None
-
-  parts = jax.tree.map(cut, batch)
-  shape = jax.eval_shape(grad_fn, params, jax.tree.map(lambda x: x[0], parts))
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
-  total, _ = jax.lax.scan(add, zeros, parts)
-  return total
+  return jax.tree.map(cut, batch)
 
 
 def _mismatch(

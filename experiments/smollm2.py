@@ -1,0 +1,88 @@
+"""A real model, SmolLM2-135M-Instruct, learns to add and subtract on a CPU.
+
+Asked "Calculate 4 + 9.", the model talks and seldom gets to a number. GRPO on
+all its weights, with nothing but the reward, makes it answer.
+"""
+
+import dataclasses
+import functools
+
+from jaxrl_post import config, types
+from jaxrl_post.algos import grpo
+from jaxrl_post.data import dataset, gym
+from jaxrl_post.models import decoder, weights
+from jaxrl_post.placement import mesh
+from jaxrl_post.rewards import format as formats
+from jaxrl_post.rewards import number, pool
+from jaxrl_post.sampling import engine
+from jaxrl_post.training import optim
+
+# A number and nothing else; the model likes to end with a stop.
+_ALONE = r"-?\d+\.?"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+  """Sums and differences of two numbers up to 10, each question once.
+
+  Attributes:
+    held_out: every fifth question, or else the other four.
+  """
+
+  held_out: bool
+
+  def load(self) -> tuple[types.Example, ...]:
+    """Takes the distinct questions of enough entries to meet them all."""
+    source = gym.Gym(
+      "basic_arithmetic",
+      size=4_000,
+      seed=0,
+      options=(
+        ("min_terms", 2),
+        ("max_terms", 2),
+        ("min_digits", 1),
+        ("max_digits", 1),
+        ("operators", ("+", "-")),
+        ("allow_parentheses", False),
+      ),
+      chat=True,
+      system="Answer with one number.",
+    )
+    distinct = {e.reference["question"]: e for e in source.load()}
+    return tuple(
+      distinct[question]
+      for i, question in enumerate(sorted(distinct))
+      if (i % 5 == 0) == self.held_out
+    )
+
+
+def correct(rollout: types.Rollout, reference: dict[str, str]) -> float:
+  """Compares the last number of the completion with the answer."""
+  return number.number(rollout, reference["answer"])
+
+
+def get_config() -> config.Run:
+  """The recipe."""
+  return config.Run(
+    model=decoder.Model(path=weights.smollm2_path(), chunk=13),
+    data=dataset.Data(
+      train=Sums(held_out=False),
+      held_out=Sums(held_out=True),
+      max_prompt=28,
+    ),
+    rewards=pool.Rewards(
+      functions=(
+        correct,
+        functools.partial(formats.matches, pattern=_ALONE),
+      ),
+      weights=(1.0, 0.2),
+    ),
+    algo=grpo.Grpo(),
+    optim=optim.Optim(learning_rate=1e-5, microbatches=4),
+    sampling=engine.Sampling(max_tokens=12, rows=64, block=4),
+    placement=mesh.Placement(mode="colocated", cpu_devices=1),
+    num_steps=30,
+    groups_per_step=8,
+    group_size=8,
+    max_lag=0,
+  )

@@ -1,0 +1,171 @@
+"""The smallest run there is, for tests; and variants that fail on purpose.
+
+A task whose answer is the first letter of the question again, for a decoder
+that is compiled in a second. One device trains and samples, in turn.
+"""
+
+import dataclasses
+import pathlib
+import threading
+from typing import Any
+
+from jaxrl_post import config, types
+from jaxrl_post.data import dataset, sources
+from jaxrl_post.models import decoder, transformer
+from jaxrl_post.placement import mesh
+from jaxrl_post.rewards import pool
+from jaxrl_post.runtime import checkpoint
+from jaxrl_post.sampling import engine
+from jaxrl_post.training import optim
+
+LETTERS = "abcd"
+
+
+def make(index: int) -> types.Example:
+  """Makes the example of an index: two letters, of which the first counts."""
+  first, second = divmod(index % len(LETTERS) ** 2, len(LETTERS))
+  question = LETTERS[first] + LETTERS[second]
+  return types.Example(prompt=question, reference=LETTERS[first])
+
+
+def score(rollout: types.Rollout, reference: str) -> float:
+  """Scores the share of right letters, and a little for being short."""
+  text = rollout.text
+  right = sum(letter == reference for letter in text) / max(len(text), 1)
+  return right - 0.01 * len(text)
+
+
+def boom(rollout: types.Rollout, reference: str) -> float:
+  """Raises in the fourth group, and leaves a file that says when."""
+  if rollout.prompt.uid == 3:
+    pathlib.Path("raised").touch()
+    raise ValueError("boom")
+  return score(rollout, reference)
+
+
+def hang(rollout: types.Rollout, reference: str) -> float:
+  """Never answers in the fourth group."""
+  if rollout.prompt.uid == 3:
+    threading.Event().wait()
+  return score(rollout, reference)
+
+
+def patchy(rollout: types.Rollout, reference: str) -> float:
+  """Raises for one rollout of each group and has no reward for another."""
+  if rollout.completion.uid % 4 == 1:
+    raise ValueError("boom")
+  if rollout.completion.uid % 4 == 2:
+    return float("nan")
+  return score(rollout, reference)
+
+
+def constant(rollout: types.Rollout, reference: str) -> float:
+  """Says nothing."""
+  return 1.0
+
+
+def first_seven(rollout: types.Rollout, reference: str) -> float:
+  """Scores by the place of the prompt, whatever the policy says."""
+  return float(rollout.prompt.uid < 7)
+
+
+def get_config() -> config.Run:
+  """Four prompts a step, four rollouts each, on the first device."""
+  return config.Run(
+    model=decoder.Model(
+      config=transformer.Config(
+        num_layers=1,
+        width=16,
+        num_heads=4,
+        num_kv_heads=2,
+        head_width=4,
+        ff_width=32,
+        vocab_size=8,
+      )
+    ),
+    data=dataset.Data(
+      train=sources.Generated(make, size=64),
+      alphabet=LETTERS,
+      max_prompt=3,
+    ),
+    rewards=pool.Rewards(functions=(score,)),
+    optim=optim.Optim(learning_rate=1e-2),
+    sampling=engine.Sampling(max_tokens=5, rows=32, block=2),
+    # As many as the tests have: the compiled programs are then the same.
+    placement=mesh.Placement(
+      training=mesh.TrainingAxes(fsdp=1),
+      generation=mesh.GenerationAxes(data=1),
+      cpu_devices=8,
+    ),
+    checkpoint=checkpoint.Checkpoint(every=0),
+    num_steps=4,
+    groups_per_step=4,
+    group_size=4,
+    max_lag=0,
+    logged_groups=100,
+  )
+
+
+def scored_by(function: types.Reward, **options: Any) -> config.Run:
+  """The run of `get_config` with another reward."""
+  rewards = pool.Rewards(functions=(function,), **options)
+  return dataclasses.replace(get_config(), rewards=rewards)
+
+
+def with_boom() -> config.Run:
+  """A reward raises."""
+  return scored_by(boom)
+
+
+def with_hang() -> config.Run:
+  """A reward never returns."""
+  return scored_by(hang, timeout_s=1.0)
+
+
+def with_patches() -> config.Run:
+  """Half of the rollouts have no reward."""
+  return scored_by(patchy, on_failure="mask")
+
+
+def with_constant() -> config.Run:
+  """All rewards agree."""
+  return scored_by(constant)
+
+
+def with_held_out() -> config.Run:
+  """Evaluates ten prompts, of which seven count as right."""
+  run = scored_by(first_seven)
+  held_out = sources.Generated(make, size=10)
+  return dataclasses.replace(
+    run, data=dataclasses.replace(run.data, held_out=held_out)
+  )
+
+
+def from_file() -> config.Run:
+  """Reads its prompts from data.jsonl in the folder it is started in."""
+  run = get_config()
+  train = sources.Jsonl("data.jsonl")
+  return dataclasses.replace(
+    run, data=dataclasses.replace(run.data, train=train)
+  )
+
+
+def from_folder() -> config.Run:
+  """Asks for a model folder that is not there."""
+  run = get_config()
+  folder = str(pathlib.Path("no") / "such" / "model")
+  return dataclasses.replace(run, model=decoder.Model(path=folder))
+
+
+def broken_engine() -> config.Run:
+  """Raises in the thread that samples, at its sixth block."""
+  blocks = iter(range(6))
+  step = engine.Engine.step
+
+  def failing(self: engine.Engine, params: types.Tree, version: int):
+    if next(blocks, None) is None:
+      raise ValueError("bang")
+    return step(self, params, version)
+
+  engine.Engine.step = failing
+  return get_config()

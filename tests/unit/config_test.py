@@ -1,0 +1,275 @@
+"""Settings: how they are found, read, changed and written down."""
+
+import dataclasses
+import functools
+import json
+import math
+import operator
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+
+from jaxrl_post import config, types
+from jaxrl_post.algos import grpo
+from jaxrl_post.data import dataset, sources
+from jaxrl_post.models import decoder, transformer
+from jaxrl_post.rewards import pool
+
+
+def make(index: int) -> types.Example:
+  return types.Example(prompt="a", reference=index)
+
+
+def score(rollout: types.Rollout, reference: int) -> float:
+  return 0.0
+
+
+def tiny(**fields) -> config.Run:
+  return config.Run(
+    model=decoder.Model(
+      config=transformer.Config(
+        num_layers=1,
+        width=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_width=8,
+        ff_width=8,
+        vocab_size=8,
+      )
+    ),
+    data=dataset.Data(train=sources.Generated(make, size=4), alphabet="ab"),
+    rewards=pool.Rewards(functions=(score,)),
+    **fields,
+  )
+
+
+# ---------------------------------------------------------------------- --set
+
+
+@pytest.mark.parametrize(
+  ("assignment", "expected"),
+  [
+    ("num_steps=7", 7),
+    ("num_steps=1_000", 1000),
+    ("optim.learning_rate=1e-3", 1e-3),
+    ("optim.learning_rate=1", 1.0),
+    ("stream.asynchronous=TRUE", True),
+    ("stream.asynchronous=true", True),
+    ("optim.schedule=cosine", "cosine"),
+    ("data.alphabet=a=b", "a=b"),
+    ("data.alphabet=none", None),
+    ("data.epochs=None", None),
+    ("data.epochs=3", 3),
+    ("placement.cpu_devices=none", None),
+    ("rewards.weights=2", (2.0,)),
+    ("rewards.functions=operator:eq", (operator.eq,)),
+    ("data.train.make=operator:index", operator.index),
+    ("algo.clip_low=0.1", 0.1),
+  ],
+)
+def test_a_value_is_read_by_the_type_of_its_leaf(assignment, expected):
+  run = config.override(tiny(max_lag=0), [assignment])
+  value = config.leaves(run)[assignment.partition("=")[0]]
+  assert value == expected
+  assert type(value) is type(expected)
+
+
+def test_the_last_assignment_wins_and_the_original_stays():
+  run = tiny()
+  assert config.override(run, ["seed=1", "seed=2"]).seed == 2
+  assert run.seed == 0
+  assert config.override(run, []) == run
+
+
+def test_an_assignment_changes_one_leaf_only():
+  run = tiny()
+  before, after = map(config.leaves, (run, config.override(run, ["seed=5"])))
+  assert {k for k in before if before[k] != after[k]} == {"seed"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+  """One leaf of every kind that the tree may have."""
+
+  sizes: tuple[int, ...] = ()
+  pair: tuple[int, int] = (1, 2)
+  flag: bool = False
+  maybe: Literal["low", "high"] | None = None
+  number: float = 0.0
+  function: Callable[..., float] = math.sqrt
+
+
+@pytest.mark.parametrize(
+  ("name", "text", "expected"),
+  [
+    ("sizes", "1, 2,3", (1, 2, 3)),
+    ("sizes", "", ()),
+    ("pair", "(3, 4)", (3, 4)),
+    ("flag", "False", False),
+    ("maybe", "low", "low"),
+    ("maybe", "none", None),
+    ("number", "inf", math.inf),
+    ("function", "math:cos", math.cos),
+  ],
+)
+def test_every_kind_of_leaf_can_be_set(name, text, expected):
+  node = config._replace(Leaves(), [name], text, "--set x")
+  assert getattr(node, name) == expected
+
+
+@pytest.mark.parametrize(
+  ("assignment", "words"),
+  [
+    ("num_steps", "expected name=value, got no '='"),
+    ("num_step=3", "Did you mean 'num_steps'?"),
+    ("optim.lerning_rate=1e-5", "Did you mean 'learning_rate'?"),
+    ("sampling.top_p=0.9", "Sampling has no field 'top_p'"),
+    ("optim=3", "set one of its fields: learning_rate"),
+    ("num_steps.x=3", "It has no fields"),
+    ("num_steps=many", "expected int, got 'many'"),
+    ("num_steps=1.5", "expected int, got '1.5'"),
+    ("num_steps=none", "expected int, got 'none'"),
+    ("optim.learning_rate=fast", "expected float, got 'fast'"),
+    ("stream.asynchronous=1", "expected true or false, got '1'"),
+    ("optim.schedule=step", "'constant' or 'linear' or 'cosine', got 'step'"),
+    ("data.epochs=x", "expected int"),
+    ("data.train.make=nowhere:make", "module:name of a function"),
+    ("data.train.make=math:pi", "module:name of a function, got 'math:pi'"),
+    ("data.train.make=math", "module:name of a function"),
+    ("rewards.weights=1,x", "expected float, got 'x'"),
+    ("num_steps=0", "num_steps: expected >= 1, got 0"),
+    # C06: a group of one has nobody to be compared with.
+    ("group_size=1", "group_size: expected >= 2, got 1"),
+    ("stream.asynchronous=false", "expected true with max_lag=1"),
+  ],
+)
+def test_a_wrong_assignment_is_refused_in_one_line(assignment, words):
+  with pytest.raises(types.InputError) as error:
+    config.override(tiny(), [assignment])
+  message = str(error.value)
+  assert words in message
+  assert "\n" not in message
+  # What it is about stands in front.
+  assert message.startswith(("--set ", *assignment.split("=")[:1]))
+
+
+def test_a_pair_that_is_no_pair_is_refused():
+  for text in ("3", "(3,", "x"):
+    with pytest.raises(types.InputError, match="--set x: expected"):
+      config._replace(Leaves(), ["pair"], text, "--set x")
+
+
+# ---------------------------------------------------------------------- --exp
+
+FILE = """
+from jaxrl_post import config
+from jaxrl_post.data import dataset, sources
+from tests.unit import config_test as here
+
+def get_config():
+  return here.tiny(seed=3)
+
+def other():
+  return here.tiny(seed=4)
+
+def wrong():
+  return 5
+"""
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path):
+  (tmp_path / "first.py").write_text(FILE)
+  (tmp_path / "_private.py").write_text("")
+  (tmp_path / "needs.py").write_text("import no_such_package_anywhere")
+  return tmp_path
+
+
+def test_an_experiment_is_found_by_name_or_path(folder):
+  assert config.load("first", folder).seed == 3
+  assert config.load("first:other", folder).seed == 4
+  path = folder / "first.py"
+  assert config.load(str(path), folder / "elsewhere").seed == 3
+  assert config.load(f"{path}:other", folder / "elsewhere").seed == 4
+
+
+@pytest.mark.parametrize(
+  ("name", "words"),
+  [
+    ("frist", "Did you mean 'first'? Known: first, needs."),
+    ("nothing", "Known: first, needs."),
+    ("first:absent", "expected a function absent"),
+    ("first:wrong", "to return config.Run, got int"),
+    ("needs", "the package 'no_such_package_anywhere'"),
+  ],
+)
+def test_an_experiment_that_is_none_is_refused(folder, name, words):
+  with pytest.raises(types.InputError) as error:
+    config.load(name, folder)
+  assert words in str(error.value)
+  assert "\n" not in str(error.value)
+
+
+# ----------------------------------------------------------------- writing down
+
+
+def test_leaves_are_all_there_by_dotted_name():
+  found = config.leaves(tiny())
+  assert found["optim.b1"] == 0.9
+  assert found["warmup.optim.b1"] == 0.9
+  assert found["model.config.num_layers"] == 1
+  assert found["rewards.functions"] == (score,)
+  assert not any(dataclasses.is_dataclass(value) for value in found.values())
+
+
+def test_every_leaf_that_is_a_value_can_be_set_to_what_it_is():
+  run = tiny()
+  simple = {
+    name: value
+    for name, value in config.leaves(run).items()
+    if isinstance(value, int | float | str) or value is None
+  }
+  assert len(simple) > 50
+  again = config.override(run, [f"{k}={v}" for k, v in simple.items()])
+  assert again == run
+
+
+def test_json_names_classes_and_functions():
+  tree = json.loads(json.dumps(config.to_json(tiny())))
+  assert tree["algo"]["class"] == f"{grpo.__name__}:Grpo"
+  assert tree["rewards"]["functions"] == [f"{__name__}:score"]
+  assert tree["data"]["train"]["make"] == f"{__name__}:make"
+  assert tree["optim"]["learning_rate"] == 1e-6
+  assert tree["data"]["epochs"] is None
+
+
+def test_json_tells_partials_apart():
+  one, two = (functools.partial(round, ndigits=n) for n in (1, 2))
+  assert config.to_json(one) == "builtins:round(ndigits=1)"
+  assert config.to_json(one) != config.to_json(two)
+
+
+def test_json_of_equal_runs_is_equal_and_of_others_is_not():
+  assert config.to_json(tiny()) == config.to_json(tiny())
+  assert config.to_json(tiny()) != config.to_json(tiny(seed=1))
+
+
+def test_a_description_has_a_line_for_every_leaf():
+  run = tiny(num_steps=7)
+  lines = config.describe(run).splitlines()
+  assert len(lines) == len(config.leaves(run))
+  assert "num_steps = 7" in lines
+  assert f"rewards.functions = ({__name__}:score)" in lines
+
+
+def test_what_may_change_on_resume_exists():
+  names = config.leaves(tiny())
+  for name in config.MAY_CHANGE:
+    assert any(n == name or n.startswith(f"{name}.") for n in names), name
+
+
+def test_sizes_of_a_batch_follow_from_the_settings():
+  run = tiny(groups_per_step=3, group_size=5)
+  assert run.rows == 15
+  assert run.length == run.data.max_prompt + run.sampling.max_tokens

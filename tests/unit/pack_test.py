@@ -1,0 +1,95 @@
+"""Rollouts become rows: what trains, what is padding, what does not fit."""
+
+import numpy as np
+import pytest
+
+from jaxrl_post import types
+from jaxrl_post.data import pack
+
+ROWS, LENGTH = 5, 8
+
+
+def rollout(uid: int, prompt: tuple, completion: tuple, reward: float = 1.0):
+  size = len(completion)
+  return types.Rollout(
+    prompt=types.Prompt(uid=uid // 2, tokens=prompt, text="", reference=None),
+    completion=types.Completion(
+      uid=uid,
+      tokens=completion,
+      logprobs=tuple(-0.5 - i for i in range(size)),
+      versions=tuple(7 + i for i in range(size)),
+      finish="stop",
+    ),
+    temperature=0.5,
+    text="",
+    reward=reward,
+  )
+
+
+def group(*rollouts: types.Rollout) -> types.Group:
+  return types.Group(prompt=rollouts[0].prompt, rollouts=rollouts)
+
+
+def packed(*groups: types.Group) -> types.Batch:
+  return pack.pack(groups, rows=ROWS, length=LENGTH)
+
+
+def test_c36_the_stop_token_trains_also_when_it_is_the_padding():
+  # 2 ends a completion, and padding would be 2 as well.
+  batch = packed(group(rollout(0, (5, 6), (7, 8, 2))))
+  assert batch.loss_mask[0].tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
+  assert np.count_nonzero(batch.sampler_logprobs[0]) == 3
+  # And a prompt that has the end token, or a completion of nothing else.
+  batch = packed(group(rollout(0, (2, 0), (2,)), rollout(1, (2, 0), (0, 0))))
+  assert batch.loss_mask[0].tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+  assert batch.loss_mask[1].tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
+
+
+def test_entry_t_speaks_of_token_t():
+  batch = packed(group(rollout(0, (5, 6), (7, 8, 2))))
+  assert batch.tokens[0].tolist() == [5, 6, 7, 8, 2, 0, 0, 0]
+  assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+  assert batch.segment_ids[0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+  assert batch.policy_versions[0].tolist() == [0, 0, 7, 8, 9, 0, 0, 0]
+  assert batch.sampler_logprobs[0].tolist() == [0, 0, -0.5, -1.5, -2.5, 0, 0, 0]
+  assert batch.temperature[0] == 0.5
+
+
+def test_rows_keep_the_order_of_groups_and_rollouts():
+  batch = packed(
+    group(rollout(4, (1,), (3,), 0.1), rollout(5, (1,), (4,), 0.2)),
+    group(rollout(2, (2,), (5,), 0.3), rollout(3, (2,), (6,), float("nan"))),
+  )
+  assert batch.tokens[:, 1].tolist() == [3, 4, 5, 6, 0]
+  np.testing.assert_array_equal(
+    batch.rewards, np.array([0.1, 0.2, 0.3, np.nan, np.nan], np.float32)
+  )
+  assert batch.group_ids[:4].tolist() == [0, 0, 1, 1]
+
+
+def test_rows_beyond_the_rollouts_are_empty():
+  batch = packed(group(rollout(0, (5,), (7,)), rollout(1, (5,), (8,))))
+  for row in range(2, ROWS):
+    assert not batch.loss_mask[row].any()
+    assert not batch.segment_ids[row].any()
+    assert np.isnan(batch.rewards[row])
+    assert batch.group_ids[row] not in (0,)
+
+
+def test_the_shape_is_that_asked_for_whatever_comes():
+  for batch in (packed(), packed(group(rollout(0, (5,) * 4, (7,) * 4)))):
+    assert batch.tokens.shape == (ROWS, LENGTH)
+    assert batch.rewards.shape == (ROWS,)
+    kinds = {np.asarray(x).dtype.name for x in vars(batch).values()}
+    assert kinds == {"int32", "float32"}
+
+
+def test_what_is_too_long_is_refused_and_never_cut():
+  with pytest.raises(ValueError, match="at most 8 tokens, got 9"):
+    packed(group(rollout(0, (5,) * 4, (7,) * 5)))
+
+
+def test_too_many_rollouts_are_refused():
+  many = [rollout(i, (5,), (7,)) for i in range(ROWS + 1)]
+  with pytest.raises(ValueError, match="at most 5 rollouts, got 6"):
+    packed(group(*many))
