@@ -363,7 +363,7 @@ def _function_name(function: Any) -> str:
 
 
 def describe(run: Run) -> str:
-  """Returns the resolved tree as lines `name = value`, and what a step is."""
+  """Returns the resolved tree as lines `name = value`."""
   lines = [f"{name} = {_show(v)}" for name, v in leaves(run).items()]
   return "\n".join(lines)
 

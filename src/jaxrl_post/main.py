@@ -115,4 +115,8 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+  # Spawned reward workers import the main module anew. This one would bring
+  # JAX and all the rest along, so it takes its name off the door.
+  __spec__ = None
+  del __file__
   app.run(main, flags_parser=_parse)

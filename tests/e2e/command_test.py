@@ -21,7 +21,7 @@ def refused(*assignments: str, exp: str = "get_config", devices: int = 8):
   return message
 
 
-# ----------------------------------------------- in processes, for exit and line
+# ------------------------------------------- in processes, for their exit codes
 
 WRONG = {
   "misspelt setting": (
@@ -62,7 +62,7 @@ def test_c124_a_mistake_is_one_line_exit_2_and_no_folder(mistake, refusals):
   assert list(cwd.iterdir()) == []
 
 
-# ------------------------------------------------------- the same, in this process
+# ------------------------------------------------------------- in this process
 
 
 def test_c124_an_unknown_experiment_lists_the_known():
@@ -83,7 +83,6 @@ def test_c124_an_unknown_experiment_lists_the_known():
     ("data.max_prompt=1", "expected a prompt of at most 1 tokens"),
     ("data.alphabet=abcdefgh", "vocab"),
     ("sampling.rows=6,", "expected int, got '6,'"),
-    ("placement.generation.data=9", "8"),
   ],
 )
 def test_a_wrong_setting_is_named(assignment, words):

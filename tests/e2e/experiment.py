@@ -1,7 +1,7 @@
 """The smallest run there is, for tests; and variants that fail on purpose.
 
-A task whose answer is the first letter of the question again, for a decoder
-that is compiled in a second. One device trains and samples, in turn.
+The answer is the first letter of the question. One device trains and samples,
+in turn.
 """
 
 import dataclasses
@@ -155,17 +155,3 @@ def from_folder() -> config.Run:
   run = get_config()
   folder = str(pathlib.Path("no") / "such" / "model")
   return dataclasses.replace(run, model=decoder.Model(path=folder))
-
-
-def broken_engine() -> config.Run:
-  """Raises in the thread that samples, at its sixth block."""
-  blocks = iter(range(6))
-  step = engine.Engine.step
-
-  def failing(self: engine.Engine, params: types.Tree, version: int):
-    if next(blocks, None) is None:
-      raise ValueError("bang")
-    return step(self, params, version)
-
-  engine.Engine.step = failing
-  return get_config()

@@ -1,6 +1,8 @@
 """What breaks in a run ends it at once, with the reason and nobody left."""
 
+import concurrent.futures
 import os
+import pathlib
 import signal
 import threading
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post import types
+from jaxrl_post.sampling import engine
 from tests.e2e import runs
 
 
@@ -22,35 +25,59 @@ def threads() -> list[str]:
   return [t.name for t in threading.enumerate() if t.name.startswith(ours)]
 
 
-def test_c73_a_reward_that_raises_ends_the_run(tmp_path):
-  end = runs.run(tmp_path, runs.experiment("with_boom"), "--set=max_lag=1")
+def interrupted(cwd: pathlib.Path) -> runs.Outcome:
+  """Presses Ctrl-C in the middle of a run."""
+  command = (runs.experiment(), "--set=num_steps=1000000", "--set=max_lag=1")
+  with runs.started(cwd, *command) as process:
+    runs.read_until(process, "step 1/")
+    # A terminal sends it to all of them.
+    os.killpg(process.pid, signal.SIGINT)
+    return runs.ended(process)
+
+
+@pytest.fixture(name="ends", scope="module")
+def _ends(tmp_path_factory):
+  """Starts a run that breaks and one that is interrupted, side by side."""
+  broken, stopped = (tmp_path_factory.mktemp("cwd") for _ in range(2))
+  command = (runs.experiment("with_boom"), "--set=max_lag=1")
+  with concurrent.futures.ThreadPoolExecutor(2) as workers:
+    other = workers.submit(interrupted, stopped)
+    end = runs.run(broken, *command)
+    return end, (broken / "raised").stat().st_mtime, other.result(300)
+
+
+def test_c73_a_reward_that_raises_ends_the_run(ends):
+  end, raised, _ = ends
   assert end.code not in (0, 2)
-  assert end.at - (tmp_path / "raised").stat().st_mtime < 5
+  assert end.at - raised < 5
   assert "ValueError: boom" in end.err
   # The frame of the worker, not only that of the one who waited.
   assert "in boom" in end.err
   assert end.survivors == ()
 
 
-def test_c73_a_rollout_worker_that_raises_ends_the_run(tmp_path):
-  end = runs.run(tmp_path, runs.experiment("broken_engine"))
-  assert end.code not in (0, 2)
-  assert "ValueError: bang" in end.err
-  assert "in failing" in end.err
-  assert end.survivors == ()
-
-
-def test_ctrl_c_ends_the_run_with_one_line(tmp_path):
-  command = (runs.experiment(), "--set=num_steps=1000000", "--set=max_lag=1")
-  with runs.started(tmp_path, *command) as process:
-    runs.read_until(process, "step 1/")
-    # A terminal sends it to all of them.
-    os.killpg(process.pid, signal.SIGINT)
-    end = runs.ended(process)
+def test_ctrl_c_ends_the_run_with_one_line(ends):
+  _, _, end = ends
   assert end.code not in (0, 2)
   assert "Traceback" not in end.err
   assert end.err.splitlines()[-1].startswith("interrupted")
   assert end.survivors == ()
+
+
+def test_c73_a_rollout_worker_that_raises_ends_the_run(tmp_path, monkeypatch):
+  blocks = iter(range(6))
+  step = engine.Engine.step
+
+  def failing(*args):
+    if next(blocks, None) is None:
+      raise ValueError("bang")
+    return step(*args)
+
+  monkeypatch.setattr(engine.Engine, "step", failing)
+  with pytest.raises(ValueError, match="bang") as error:
+    runs.train(tmp_path, "max_lag=1")
+  assert "failing" in [entry.name for entry in error.traceback]
+  assert threads() == []
 
 
 def test_a_reward_that_hangs_ends_the_run_in_its_time(tmp_path):
@@ -97,16 +124,11 @@ def test_rewards_that_never_differ_end_a_run_that_filters(tmp_path):
   assert threads() == []
 
 
-def test_c76_c93_data_that_ends_ends_the_run(tmp_path):
-  end = runs.run(
-    tmp_path,
-    runs.experiment(),
-    *runs.settings("data.train.size=10", "data.epochs=1", "max_lag=1"),
-    "--workdir=run",
-  )
-  assert end.code == 0, end.err
-  lines = runs.metrics(tmp_path / "run")
-  assert [line["step"] for line in lines] == [1, 2]
-  assert runs.steps(tmp_path / "run") == [2]
-  assert "data ended: 2 groups left over" in end.err
-  assert end.survivors == ()
+def test_c76_c93_data_that_ends_ends_the_run(tmp_path, caplog):
+  run = runs.train(tmp_path, "data.train.size=10", "data.epochs=1", "max_lag=1")
+  assert [line["step"] for line in run.metrics] == [1, 2]
+  assert runs.steps(tmp_path) == [2]
+  seen = [r.prompt.uid for gs in run.groups for g in gs for r in g.rollouts]
+  assert len(set(seen)) == 8
+  assert "data ended: 2 groups left over" in caplog.text
+  assert threads() == []

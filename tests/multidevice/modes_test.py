@@ -19,7 +19,7 @@ MODES = {
   "split in turn": (SPLIT, IN_TURN),
   "split": (SPLIT,),
   "split over eight": (SPLIT, *FOUR),
-  "split, lag 1": (SPLIT, "max_lag=1", "num_steps=6"),
+  "split, lag 1": (SPLIT, "max_lag=1", "num_steps=50"),
   "split, lag 3": (SPLIT, "max_lag=3", "num_steps=8"),
   # Two threads launch programs that communicate, on the same devices.
   "colocated over two, lag 3": (*TWO, "max_lag=3", "num_steps=8"),

@@ -40,6 +40,12 @@ def placed():
   return place, trainer.start(place.draw()), logits
 
 
+@pytest.fixture(autouse=True)
+def _cached():
+  with runs.compile_cache():
+    yield
+
+
 def names() -> list[str]:
   cfg = runs.configured()
   assert cfg.model.config is not None

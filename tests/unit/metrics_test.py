@@ -59,6 +59,9 @@ def test_rewards_are_averaged_over_those_there_are():
   assert got["reward/mean"] == 0.5
   assert got["reward/std"] == pytest.approx(math.sqrt(1 / 6))  # divided by n
   assert got["reward/missing"] == 1
+  # Groups of means 1 and 0.25: spread 0.75 / sqrt(2), over sqrt(2) groups.
+  assert got["reward/standard_error"] == pytest.approx(0.375)
+  assert math.isnan(metrics.batch_metrics(groups[:1])["reward/standard_error"])
 
 
 def test_a_part_is_averaged_over_the_rollouts_that_have_it():

@@ -25,6 +25,9 @@ from jaxrl_post.envs import single_turn
 from jaxrl_post.rewards import pool as pools
 from jaxrl_post.runtime import clock as clocks
 
+# Least time for the worker to end its block, in seconds.
+_GRACE_S = 1.0
+
 
 @dataclasses.dataclass(frozen=True)
 class StreamConfig:
@@ -143,7 +146,7 @@ class Stream:
     self._progress = time.monotonic()
     self._closed = False
     self._changed = threading.Condition()
-    self._thread: concurrent.futures.Future | None = None
+    self._worker: concurrent.futures.Future[None] | None = None
     self._stack = contextlib.ExitStack()
     self.counters = Counters()
 
@@ -152,10 +155,11 @@ class Stream:
   def __enter__(self) -> Self:
     """Starts the worker thread, if there is one."""
     if self._cfg.asynchronous:
-      workers = concurrent.futures.ThreadPoolExecutor(1, "rollout")
-      self._stack.callback(workers.shutdown)
-      self._thread = workers.submit(self._work)
-      self._thread.add_done_callback(lambda _: self._notify())
+      # A daemon: a block that hangs must not keep the process alive.
+      thread = threading.Thread(target=self._work, name="rollout", daemon=True)
+      self._stack.callback(self._join, thread)
+      self._worker = concurrent.futures.Future()
+      thread.start()
     else:
       self._stack.enter_context(
         self._clock.span("generation", "wait/weights_pending")
@@ -166,14 +170,15 @@ class Stream:
     """Stops admitting, ends the worker after its block, and joins it.
 
     Raises:
-      Exception: what the worker raised, unless another error is on its way.
+      TimeoutError: the worker hangs, unless another error is on its way.
+      Exception: what the worker raised, likewise.
     """
     with self._changed:
       self._closed = True
       self._changed.notify_all()
     self._stack.close()
-    if error is None:
-      self._raise_if_dead()
+    if error is None and self._worker is not None:
+      self._worker.result(timeout=0)
 
   def publish(self, policy: types.Policy, updated_at: float) -> None:
     """Hands over the newest weights; sampling takes them at its next block.
@@ -208,14 +213,14 @@ class Stream:
         if uids:
           return self._take(uids)
         if self._ended():
-          logging.info(
+          logging.warning(
             "data ended: %d groups left over, too few for a batch of %d",
             len(self._ledger.outstanding),
             self._ledger.groups_per_step,
           )
           return None
         if self._cfg.asynchronous:
-          self._await("training", self._training_reason(), self._batch_ready)
+          self._await("training", self._training_reason, self._batch_ready)
           continue
       with self._clock.span("training", "wait/queue_empty"):
         self._pump()
@@ -244,7 +249,7 @@ class Stream:
       return dict(self._sync)
 
   def _batch_ready(self) -> bool:
-    dead = self._thread is not None and self._thread.done()
+    dead = self._worker is not None and self._worker.done()
     return dead or self._ended() or bool(ledgers.batch(self._ledger))
 
   def _take(self, uids: tuple[int, ...]) -> list[types.Group]:
@@ -264,8 +269,15 @@ class Stream:
   # ------------------------------------------------- whoever pumps the engine
 
   def _work(self) -> None:
-    while not self._closed:
-      self._pump()
+    assert self._worker is not None
+    try:
+      while not self._closed:
+        self._pump()
+    except BaseException as error:
+      self._worker.set_exception(error)  # For the trainer to raise.
+    else:
+      self._worker.set_result(None)
+    self._notify()
 
   def _pump(self) -> None:
     """Moves everything on by at most one block."""
@@ -276,7 +288,7 @@ class Stream:
         self._block(policy)
       else:
         with self._changed:
-          self._await("generation", self._generation_reason(), self._has_work)
+          self._await("generation", self._generation_reason, self._has_work)
 
   def _collect(self) -> None:
     """Books the rewards that have arrived; raises what they raised."""
@@ -388,21 +400,34 @@ class Stream:
 
   # ------------------------------------------------------------- both of them
 
-  def _await(self, stage: str, reason: str, ready: Callable[[], bool]) -> None:
+  def _await(
+    self,
+    stage: str,
+    reason: Callable[[], str],
+    ready: Callable[[], bool],
+  ) -> None:
     """Waits for `ready` under the condition, with a deadline and a reason."""
-    with self._clock.span(stage, f"wait/{reason}"):
-      while not ready():
-        patience = self._progress + self._cfg.stall_s - time.monotonic()
-        if patience <= 0:
-          raise types.RunError(
-            f"stream: {stage} waited for {reason} and nothing moved for "
-            f"{self._cfg.stall_s:g} s (stream.stall_s); {self._ledger}"
-          )
+    while not ready():
+      why = reason()  # Anew after each event: it may be another one by now.
+      patience = self._progress + self._cfg.stall_s - time.monotonic()
+      if patience <= 0:
+        raise types.RunError(
+          f"stream: {stage} waited for {why} and nothing moved for "
+          f"{self._cfg.stall_s:g} s (stream.stall_s); {self._ledger}"
+        )
+      with self._clock.span(stage, f"wait/{why}"):
         self._changed.wait(patience)
 
+  def _join(self, thread: threading.Thread) -> None:
+    """Waits for the worker to end its block, as long as for any progress."""
+    patience = self._progress + self._cfg.stall_s - time.monotonic()
+    thread.join(max(patience, _GRACE_S))
+    if thread.is_alive():
+      logging.error("stream: the rollout worker hangs in a block; left behind")
+
   def _raise_if_dead(self) -> None:
-    if self._thread is not None and self._thread.done():
-      self._thread.result(timeout=0)
+    if self._worker is not None and self._worker.done():
+      self._worker.result(timeout=0)
 
   def _drop_stale(self) -> None:
     for uid in ledgers.stale(self._ledger):

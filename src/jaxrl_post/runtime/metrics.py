@@ -20,7 +20,9 @@ def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:
     groups: as they were sampled and scored, whatever is trained of them.
 
   Returns:
-    Over rollouts with a reward: `reward/mean`, `reward/std` (divided by n);
+    Over rollouts with a reward: `reward/mean`, `reward/std` (divided by n),
+    `reward/standard_error` of the mean, from the means of groups since the
+    rollouts of one are no independent draws (NaN with fewer than two groups);
     `reward/<part>`, the mean over those that have the part;
     `reward/missing`, how many have no reward. Over all rollouts:
     `completion/{mean,max,min}_tokens`; `completion/truncated`, the share that
@@ -33,10 +35,13 @@ def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:
   finished = [
     len(r.completion.tokens) for r in rollouts if r.completion.finish == "stop"
   ]
-  flat = [len(set(_valid(group.rollouts))) < 2 for group in groups]
+  by_group = [_valid(group.rollouts) for group in groups]
+  means = [np.mean(values) for values in by_group if values]
+  spread = np.std(means, ddof=1) if len(means) > 1 else math.nan
   metrics = {
     "reward/mean": _over(np.mean, rewards),
     "reward/std": _over(np.std, rewards),
+    "reward/standard_error": float(spread) / math.sqrt(max(len(means), 1)),
     "reward/missing": float(len(rollouts) - len(rewards)),
     "completion/mean_tokens": _over(np.mean, lengths),
     "completion/max_tokens": _over(np.max, lengths),
@@ -45,7 +50,9 @@ def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:
       len(rollouts) - len(finished), len(rollouts)
     ),
     "completion/mean_tokens_finished": _over(np.mean, finished),
-    "signal/zero_fraction": _over(np.mean, flat),
+    "signal/zero_fraction": _over(
+      np.mean, [len(set(values)) < 2 for values in by_group]
+    ),
   }
   for part in sorted({name for r in rollouts for name in r.parts}):
     values = [r.parts[part] for r in rollouts if part in r.parts]

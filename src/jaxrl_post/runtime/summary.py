@@ -40,27 +40,30 @@ def text(rows: Sequence[Row]) -> str:
     progress.curve(rewards, first=int(_number(steps[0], "step"))),
     "",
   ]
-  if tests:
+  for name in sorted({n for row in tests for n in row if "eval/reward" in n}):
     ends = [tests[0], tests[-1]] if len(tests) > 1 else tests
     shown = ", ".join(
-      f"{_number(row, 'eval/reward'):.3f} after step {row['step']}"
-      for row in ends
+      f"{_number(row, name):.3f} after step {row['step']}" for row in ends
     )
-    lines.append(f"held-out reward     {shown}")
+    label = f"held-out {name.removeprefix('eval/').replace('_', ' ')}"
+    lines.append(f"{label:<24} {shown}")
   latencies = [_number(row, "sync/latency_s") for row in steps]
   latencies = sorted(x for x in latencies if not math.isnan(x))
   middle = latencies[len(latencies) // 2] if latencies else math.nan
   lag = max(_number(row, "staleness/max") for row in steps)
-  lines += [
-    "rollouts per device-hour "
-    f"{_number(last, 'throughput/generated_per_device_hour'):.0f} generated, "
-    f"{_number(last, 'throughput/consumed_per_device_hour'):.0f} consumed",
-    f"idle fraction       generation {_number(last, 'idle/generation'):.2f}, "
-    f"training {_number(last, 'idle/training'):.2f}",
-    f"weight sync         {1000 * middle:.1f} ms (median of steps)",
-    f"staleness           mean {_number(last, 'staleness/mean'):.2f} in the "
-    f"last step, max {lag:.0f} in any",
+  made = _number(last, "throughput/generated_per_device_hour")
+  used = _number(last, "throughput/consumed_per_device_hour")
+  idle = [
+    _number(last, f"idle/{stage}") for stage in ("generation", "training")
   ]
+  mean = _number(last, "staleness/mean")
+  facts = {
+    "rollouts per device-hour": f"{made:.0f} generated, {used:.0f} consumed",
+    "idle fraction": f"generation {idle[0]:.2f}, training {idle[1]:.2f}",
+    "weight sync": f"{1000 * middle:.1f} ms (median of steps)",
+    "staleness": f"mean {mean:.2f} in the last step, max {lag:.0f} in any",
+  }
+  lines += [f"{label:<24} {fact}" for label, fact in facts.items()]
   return "\n".join(lines)
 
 
