@@ -17,8 +17,8 @@ from jaxrl_post.rewards import number, pool
 from jaxrl_post.sampling import engine
 from jaxrl_post.training import optim
 
-# A number and nothing else; the model likes to end with a stop.
-_ALONE = r"-?\d+\.?"
+# Begins with a number: what keeps the model from getting to one is its talk.
+_TO_THE_POINT = r"-?\d.*"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Sums:
     """Takes the distinct questions of enough entries to meet them all."""
     source = gym.Gym(
       "basic_arithmetic",
-      size=4_000,
+      size=2_000,
       seed=0,
       options=(
         ("min_terms", 2),
@@ -73,12 +73,12 @@ def get_config() -> config.Run:
     rewards=pool.Rewards(
       functions=(
         correct,
-        functools.partial(formats.matches, pattern=_ALONE),
+        functools.partial(formats.matches, pattern=_TO_THE_POINT),
       ),
       weights=(1.0, 0.2),
     ),
     algo=grpo.Grpo(),
-    optim=optim.Optim(learning_rate=1e-5, microbatches=2),
+    optim=optim.Optim(learning_rate=2e-5, microbatches=2),
     sampling=engine.Sampling(max_tokens=12, rows=36, block=4),
     placement=mesh.Placement(mode="colocated", cpu_devices=1),
     num_steps=24,

@@ -81,7 +81,8 @@ class Run:
       # A group of one has no other rollout to be compared with.
       ("group_size", self.group_size >= 2, ">= 2"),
       ("max_lag", self.max_lag >= 0, ">= 0"),
-      ("seed", self.seed >= 0, ">= 0"),
+      # Random keys take 32 bits of a seed.
+      ("seed", 0 <= self.seed < 2**32, "in [0, 2**32)"),
       ("logged_groups", self.logged_groups >= 0, ">= 0"),
     )
     for name, holds, rule in rules:
@@ -89,6 +90,12 @@ class Run:
         raise types.InputError(
           f"{name}: expected {rule}, got {getattr(self, name)}. Correct it."
         )
+    if self.evaluation.every and self.data.held_out is None:
+      raise types.InputError(
+        f"evaluation.every: expected 0 without data.held_out, got "
+        f"{self.evaluation.every}. Give the experiment held-out prompts."
+      )
+    _check_literals(self, "")
     if self.max_lag and not self.stream.asynchronous:
       raise types.InputError(
         f"stream.asynchronous: expected true with max_lag={self.max_lag}, got "
@@ -106,16 +113,39 @@ class Run:
     return self.data.max_prompt + self.sampling.max_tokens
 
 
-# Settings that change how far or where a run goes, not what it computes: a run
-# may be continued with others. All else must stay.
-MAY_CHANGE = (
-  "num_steps",
-  "placement",
-  "checkpoint",
-  "evaluation.every",
-  "logged_groups",
-  "stream.stall_s",
-)
+def may_change(run: Run) -> tuple[str, ...]:
+  """Names the settings that a continued run may change.
+
+  Returns:
+    Those that say where and how far a run goes, and not what it computes:
+    `num_steps` only while no learning rate schedule depends on it.
+  """
+  names = (
+    "placement",
+    "checkpoint",
+    "evaluation.every",
+    "evaluation.timeout_s",
+    "logged_groups",
+    "stream.stall_s",
+  )
+  if run.optim.schedule == "constant":
+    return (*names, "num_steps")
+  return names
+
+
+def _check_literals(node: Any, prefix: str) -> None:
+  """Refuses a value that its Literal annotation does not list."""
+  hints = typing.get_type_hints(type(node))
+  for field in dataclasses.fields(node):
+    value, name = getattr(node, field.name), f"{prefix}{field.name}"
+    if dataclasses.is_dataclass(value):
+      _check_literals(value, f"{name}.")
+    hint = hints[field.name]
+    is_literal = typing.get_origin(hint) is typing.Literal
+    if is_literal and value not in typing.get_args(hint):
+      raise types.InputError(
+        f"{name}: expected {_type_name(hint)}, got {value!r}. Correct it."
+      )
 
 
 # ------------------------------------------------------------------ --exp
@@ -190,7 +220,7 @@ def _near(name: str, known: Sequence[str]) -> str:
 
 
 def override(run: Run, assignments: Sequence[str]) -> Run:
-  """Edits leaves, left to right.
+  """Edits leaves, all at once; of two edits of one leaf the last wins.
 
   Args:
     run: the configuration.
@@ -203,44 +233,47 @@ def override(run: Run, assignments: Sequence[str]) -> Run:
   Raises:
     InputError: there is no such leaf, or the value is not of its type.
   """
+  edits: dict[tuple[str, ...], str] = {}
   for assignment in assignments:
     name, equals, value = assignment.partition("=")
     if not equals:
       raise types.InputError(
         f"--set {assignment}: expected name=value, got no '='. Add a value."
       )
-    run = _replace(run, name.split("."), value, f"--set {name}")
-  return run
+    edits[tuple(name.split("."))] = value
+  return _replace(run, edits, "") if edits else run
 
 
-def _replace(node: Any, path: list[str], text: str, place: str) -> Any:
-  head, *rest = path
+def _replace(node: Any, edits: dict[tuple[str, ...], str], prefix: str) -> Any:
+  """Rebuilds a node with edits of its fields and of what is below them."""
+  below: dict[str, dict[tuple[str, ...], str]] = {}
+  for path, text in edits.items():
+    below.setdefault(path[0], {})[path[1:]] = text
   names = [f.name for f in dataclasses.fields(node)]
-  if head not in names:
-    raise types.InputError(
-      f"{place}: {type(node).__name__} has no field {head!r}."
-      f"{_near(head, names)} Fields: {', '.join(names)}."
-    )
-  child = getattr(node, head)
-  inner = dataclasses.is_dataclass(child)
-  if bool(rest) != inner:
-    hint = f"set one of its fields: {', '.join(_field_names(child))}"
-    raise types.InputError(
-      f"{place}: expected a leaf, got {'a group' if inner else 'more'} at "
-      f"{head!r}. {hint if inner else 'It has no fields.'}"
-    )
-  if inner:
-    value = _replace(child, rest, text, place)
-  else:
-    annotation = typing.get_type_hints(type(node))[head]
-    value = _parse(text, annotation, place)
-  return dataclasses.replace(node, **{head: value})
+  changes = {}
+  for head, rest in below.items():
+    place = f"--set {prefix}{head}"
+    if head not in names:
+      raise types.InputError(
+        f"{place}: {type(node).__name__} has no field {head!r}."
+        f"{_near(head, names)} Fields: {', '.join(names)}."
+      )
+    child = getattr(node, head)
+    if dataclasses.is_dataclass(child) == (() in rest):
+      raise types.InputError(_not_a_leaf(place, child))
+    if dataclasses.is_dataclass(child):
+      changes[head] = _replace(child, rest, f"{prefix}{head}.")
+    else:
+      hint = typing.get_type_hints(type(node))[head]
+      changes[head] = _parse(rest[()], hint, place)
+  return dataclasses.replace(node, **changes)
 
 
-def _field_names(node: Any) -> list[str]:
-  if not dataclasses.is_dataclass(node):
-    return []
-  return [f.name for f in dataclasses.fields(node)]
+def _not_a_leaf(place: str, child: Any) -> str:
+  if not dataclasses.is_dataclass(child):
+    return f"{place}: expected a leaf, got more. It has no fields."
+  fields = ", ".join(f.name for f in dataclasses.fields(child))
+  return f"{place}: expected a leaf, got a group. Set one of: {fields}."
 
 
 def _parse(text: str, annotation: Any, place: str) -> Any:

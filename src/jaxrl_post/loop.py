@@ -58,9 +58,12 @@ def run(
     if first >= cfg.num_steps:
       return state
     policy = place.publish(state)
-    tools.notes.begin(first, policy.version, tools.test(policy, first))
+    start = {} if first else tools.test(policy, 0)
+    tools.notes.begin(first, policy.version, start)
     rollouts = stack.enter_context(
-      open_stream(cfg, parts, place, tools, policy=policy, frontier=frontier)
+      open_stream(
+        cfg, parts, place, tools, state, policy=policy, frontier=frontier
+      )
     )
 
     for step in range(first + 1, cfg.num_steps + 1):
@@ -68,17 +71,18 @@ def run(
       if groups is None:
         break
       with tools.clock.span("training", "busy"):
-        batch = pack.pack(groups, rows=cfg.rows, length=cfg.length)
-        batch = trainer.score(state, batch)
+        rows = pack.pack(groups, rows=cfg.rows, length=cfg.length)
+        batch = trainer.score(state, rows)
         state, values = trainer.update(state, batch)
-        values, batch = jax.device_get((values, batch))
+        values, mask = jax.device_get((values, batch.loss_mask))
       updated = time.monotonic()
       with tools.clock.span("training", "sync"):
         policy = place.publish(state)
       rollouts.publish(policy, updated)
       with tools.clock.span("training", "wait/host"):
         values |= tools.test(policy, step)
-        tools.notes.step(step, groups, batch, values, rollouts)
+        rows = dataclasses.replace(rows, loss_mask=mask)
+        tools.notes.step(step, groups, rows, values, rollouts)
       if checkpoint.due(cfg.checkpoint, step, cfg.num_steps):
         tools.save(step, state, rollouts.frontier)
     tools.save(int(state.step), state, rollouts.frontier)
@@ -150,12 +154,14 @@ def open_stream(
   parts: prepare.Parts,
   place: programs.Programs,
   tools: Tools,
+  state: types.TrainState,
   *,
   policy: types.Policy,
   frontier: frontiers.Frontier,
 ) -> streams.Stream:
   """Compiles the engine and returns the stream, which starts with `policy`."""
-  sampler = place.engine(_key(cfg, _ROLLOUT_KEY), cfg.group_size)
+  key = jax.random.fold_in(state.key, _ROLLOUT_KEY)
+  sampler = place.engine(key, cfg.group_size)
   sampler.warm_up(policy.params)
   rollouts = streams.Stream(
     cfg.stream,
@@ -163,6 +169,7 @@ def open_stream(
       cfg.groups_per_step,
       cfg.max_lag,
       on_stale=cfg.stream.on_stale,
+      num_steps=cfg.num_steps,
       step=policy.step,
     ),
     env=parts.env,
@@ -174,7 +181,7 @@ def open_stream(
     verify=place.verify,
   )
   tools.clock.start()
-  rollouts.publish(policy, time.monotonic())
+  rollouts.publish(policy)
   return rollouts
 
 
@@ -213,9 +220,9 @@ def restore_or_start(
 
 
 def test_newest(
-  cfg: config.Run, parts: prepare.Parts, folder: pathlib.Path
+  cfg: config.Run, parts: prepare.Parts, folder: pathlib.Path | None
 ) -> tuple[int, dict[str, float]]:
-  """Evaluates the newest checkpoint of a folder, or the first weights.
+  """Evaluates the newest checkpoint of a folder; without one, first weights.
 
   Returns:
     Batches that the weights were trained on, and the `eval/` metrics.
@@ -229,16 +236,19 @@ def test_newest(
       "held-out prompts to it."
     )
   place = build(cfg, parts)
+  trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
   with contextlib.ExitStack() as stack:
     clock = clocks.Clock(("generation", "training"))
     stack.callback(clock.close)
     rewards = stack.enter_context(pool.Pool(cfg.rewards))
+    test = tester(cfg, parts, place, rewards, clock)
+    if folder is None:
+      params = warm_up(cfg, parts, place, place.draw())
+      return 0, test(place.publish(trainer.start(params)), 0)
     store = checkpoint.Store(folder / "checkpoints", cfg.checkpoint)
     stack.callback(store.close)
-    trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
     state, _, step = restore_or_start(cfg, parts, place, trainer, store)
-    test = tester(cfg, parts, place, rewards, clock)
-    return step, test(place.publish(state), cfg.num_steps)
+    return step, test(place.publish(state), 0)
 
 
 def warm_up(
@@ -276,24 +286,25 @@ def tester(
   held_out = parts.data.held_out
   if held_out is None:
     return lambda policy, step: {}
-  sampler = place.engine(_key(cfg, _EVAL_KEY), 1)
+  key = jax.random.fold_in(jax.random.key(cfg.seed), _EVAL_KEY)
 
   def test(policy: types.Policy, step: int) -> dict[str, float]:
     if not cfg.evaluation.due(step, cfg.num_steps):
       return {}
-    with clock.span("training", "eval"):
+    with (
+      clock.span("training", "eval"),
+      clock.span("generation", "eval"),
+    ):
       place.verify(policy)
-      values, _ = evaluate.evaluate(
+      # Made anew: its cache is as large as that of the rollouts. The width of
+      # a group, so that it runs the very same programs.
+      sampler = place.engine(key, cfg.group_size)
+      return evaluate.evaluate(
         [held_out[uid] for uid in range(len(held_out))],
         env=parts.eval_env,
         generate=functools.partial(engine.generate, sampler, policy),
         rewards=rewards,
         timeout_s=cfg.evaluation.timeout_s,
       )
-    return values
 
   return test
-
-
-def _key(cfg: config.Run, use: int) -> jax.Array:
-  return jax.random.fold_in(jax.random.key(cfg.seed), use)

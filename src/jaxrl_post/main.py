@@ -33,7 +33,8 @@ _MODE = flags.DEFINE_enum(
   "mode",
   "train",
   ["train", "eval", "dry_run"],
-  "train; eval tests the newest checkpoint; dry_run only checks and prints.",
+  "train; eval tests the newest checkpoint of --workdir, or the first weights "
+  "without it; dry_run only checks and prints.",
 )
 
 _INPUT_ERROR = 2
@@ -75,17 +76,26 @@ def _run() -> int:
   print(plan, flush=True)
   if _MODE.value == "dry_run":
     return 0
+  if _MODE.value == "eval":
+    return _eval(cfg, parts)
   with folder.open_folder(
-    _workdir(), config.to_json(cfg), config.MAY_CHANGE
+    _workdir(), config.to_json(cfg), config.may_change(cfg)
   ) as path:
     print(f"run folder: {path.resolve()}", flush=True)
-    if _MODE.value == "eval":
-      step, values = loop.test_newest(cfg, parts, path)
-      print(json.dumps({"step": step, **values}, sort_keys=True))
-      return 0
     loop.run(cfg, parts, path)
     print(summary.text(summary.read(path)))
     print(f"run folder: {path.resolve()}", flush=True)
+  return 0
+
+
+def _eval(cfg: config.Run, parts: prepare.Parts) -> int:
+  """Tests the newest checkpoint of --workdir; without it, first weights."""
+  path = None
+  if _WORKDIR.value is not None:
+    names = (*config.may_change(cfg), "evaluation", "data.held_out")
+    path = folder.find_folder(_WORKDIR.value, config.to_json(cfg), names)
+  step, values = loop.test_newest(cfg, parts, path)
+  print(json.dumps({"step": step, **values}, sort_keys=True))
   return 0
 
 

@@ -50,6 +50,8 @@ def prepare(cfg: config.Run) -> Parts:
     vocab_size=shape.vocab_size,
     seed=cfg.seed,
   )
+  if cfg.warmup.num_steps:
+    _check_references(cfg, data)
   stop_ids = data.tokenizer.eos_ids
   if not 1 <= len(stop_ids) <= cfg.sampling.max_stop_ids:
     raise types.InputError(
@@ -76,6 +78,19 @@ def prepare(cfg: config.Run) -> Parts:
   )
 
 
+def _check_references(cfg: config.Run, data: dataset.Dataset) -> None:
+  """Refuses a warm-up whose answers are longer than a completion may be."""
+  limit = cfg.sampling.max_tokens - 1  # for the end token
+  for item in data.train.items:
+    tokens = len(data.tokenizer.encode(str(item.reference)))
+    if tokens > limit:
+      raise types.InputError(
+        f"sampling.max_tokens: expected room for every reference of the "
+        f"warm-up and its end token, got {cfg.sampling.max_tokens} for "
+        f"{item.reference!r} of {tokens} tokens. Raise it."
+      )
+
+
 def plan(cfg: config.Run, parts: Parts, num_devices: int) -> str:
   """Checks the run against a number of devices and says what a step is.
 
@@ -98,6 +113,15 @@ def plan(cfg: config.Run, parts: Parts, num_devices: int) -> str:
     microbatches=cfg.optim.microbatches,
     engine_rows=cfg.sampling.rows,
   )
+  if cfg.warmup.num_steps:
+    programs.check_rows(
+      cfg.placement,
+      shares,
+      rows=cfg.warmup.rows,
+      microbatches=cfg.warmup.optim.microbatches,
+      engine_rows=cfg.sampling.rows,
+      rows_name="warmup.rows",
+    )
   cut = cfg.optim.microbatches
   idle = f", {shares.idle} idle" if shares.idle else ""
   same = " (the same)" if cfg.placement.mode == "colocated" else ""

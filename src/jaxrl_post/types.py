@@ -63,7 +63,8 @@ class TrainState:
     version: optimizer updates applied; the policy version of `params`.
     params: the weights, in the trainer's dtype.
     opt_state: the optimizer's state.
-    key: the run's random key; constant, every use folds in what it is for.
+    key: random key of the rollouts; constant, every token folds in its own
+      uid and position.
   """
 
   step: Int[Array, ""]

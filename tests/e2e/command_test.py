@@ -128,8 +128,9 @@ def test_prompts_outside_of_the_alphabet_are_refused(tmp_path, monkeypatch):
 
 def test_a_folder_of_another_run_is_refused_by_leaf_and_values(tmp_path):
   def enter(*assignments: str) -> None:
-    cfg = config.to_json(runs.configured(*assignments))
-    with folder.open_folder(tmp_path, cfg, config.MAY_CHANGE):
+    cfg = runs.configured(*assignments)
+    free = config.may_change(cfg)
+    with folder.open_folder(tmp_path, config.to_json(cfg), free):
       pass
 
   enter("seed=1")

@@ -5,6 +5,7 @@ import json
 import math
 import pathlib
 
+import jax
 import pytest
 
 from bench import curve
@@ -16,13 +17,16 @@ EXPERIMENTS = runs.ROOT / "experiments"
 QWEN3 = f"--exp={EXPERIMENTS / 'gsm8k_qwen3.py'}"
 SMALL = (
   "data.held_out.limit=3",
-  "data.max_prompt=224",
+  "data.max_prompt=64",
+  "data.system=Sum. /no_think",
   "evaluation.every=1",
   "group_size=4",
   "groups_per_step=4",
-  "model.chunk=32",
+  "model.chunk=16",
   "num_steps=2",
   "optim.microbatches=2",
+  "placement.generation.data=1",
+  "placement.training.fsdp=1",
   "rewards.workers=1",
   "sampling.block=4",
   "sampling.max_tokens=8",
@@ -107,7 +111,7 @@ def test_a_dry_run_by_command_exits_0_and_writes_nothing(inputs, tmp_path):
   settings = runs.settings(*inputs, *SMALL, "placement.cpu_devices=2")
   end = runs.run(tmp_path, QWEN3, "--mode=dry_run", *settings)
   assert end.code == 0, end.err
-  assert "4 prompts x 4 = 16 rows -> 2 x 8 rows of 232 tokens" in end.out
+  assert "4 prompts x 4 = 16 rows -> 2 x 8 rows of 72 tokens" in end.out
   assert list(tmp_path.iterdir()) == []
 
 
@@ -119,7 +123,9 @@ def test_c34_the_recipe_trains_in_bfloat16_on_a_split_placement(
   assert (run.model.dtype, run.sampling.dtype) == ("bfloat16", "bfloat16")
   assert run.model.remat
   assert (run.placement.mode, run.max_lag) == ("split", 1)
-  state = loop.run(run, prepare.prepare(run), tmp_path)
+  # Strict promotion refuses the gradient of JAX's own attention in bfloat16.
+  with jax.numpy_dtype_promotion("standard"):
+    state = loop.run(run, prepare.prepare(run), tmp_path)
   assert (int(state.step), int(state.version)) == (2, 2)
   assert {str(x.dtype) for x in _leaves(state.params)} == {"float32"}
   start, *steps = runs.metrics(tmp_path)

@@ -114,11 +114,11 @@ def test_c84_rollouts_without_reward_are_counted_and_not_trained(tmp_path):
 
 
 def test_rewards_that_never_differ_end_a_run_that_filters(tmp_path):
-  with pytest.raises(types.RunError, match=r"stream\.filter_zero_signal: "):
+  with pytest.raises(types.RunError, match=r"stream\.max_left: "):
     runs.train(
       tmp_path,
       "stream.filter_zero_signal=true",
-      "stream.max_filtered=2",
+      "stream.max_left=2",
       exp="with_constant",
     )
   assert threads() == []

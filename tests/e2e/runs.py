@@ -1,6 +1,7 @@
 """Starts runs, in this process or in one of their own, and reads them."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -62,8 +63,8 @@ def _cache_folder() -> str:
 @contextlib.contextmanager
 def compile_cache() -> Iterator[None]:
   """Lets this process and the started ones compile each program once."""
-  before = jax.config.jax_compilation_cache_dir
-  least = jax.config.jax_persistent_cache_min_compile_time_secs
+  before = jax.config.values["jax_compilation_cache_dir"]
+  least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
   jax.config.update("jax_compilation_cache_dir", _cache_folder())
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   compilation_cache.reset_cache()
@@ -265,4 +266,4 @@ def state(folder: pathlib.Path, cfg: config.Run) -> types.TrainState:
   assert restored is not None, f"no checkpoint in {folder}"
   found = restored[0]
   key = jax.random.key_data(found.key)
-  return jax.device_get(found.replace(key=key))
+  return jax.device_get(dataclasses.replace(found, key=key))

@@ -1,5 +1,6 @@
 """A changed weight, whichever it is, reaches the engine."""
 
+import dataclasses
 import functools
 
 import jax
@@ -68,7 +69,7 @@ def test_c61_a_change_of_any_weight_arrives(name):
     return jax.device_put(np.asarray(leaf) + 0.01 * ramp, leaf.sharding)
 
   params = jax.tree.map_with_path(changed, state.params)
-  policy = place.publish(state.replace(params=params))
+  policy = place.publish(dataclasses.replace(state, params=params))
   place.verify(policy)
   before, engine, trainer = (
     np.asarray(logits(x)) for x in (state.params, policy.params, params)

@@ -398,14 +398,17 @@ def test_weight_decay_leaves_norms_alone():
   assert np.any(updates["layers"]["q"])
 
 
-def test_mismatch_is_measured_on_tokens_of_lag_zero_only():
+def test_mismatch_is_measured_on_rows_of_lag_zero_only():
   score, update = _steps()
   batch = score(_params(), _ragged())
-  versions = np.where(np.arange(_LENGTH) < 5, 0, 1).astype(np.int32)
-  sampler = batch.old_logprobs - jnp.where(versions == 1, 0.25, 7.0)
+  # Row 5 began at version 0: its later tokens saw a prompt of older weights.
+  versions = np.ones((6, _LENGTH), np.int32)
+  versions[5, :5] = 0
+  stale = (np.arange(6) == 5)[:, None]
+  sampler = batch.old_logprobs - jnp.where(stale, 7.0, 0.25)
   batch = dataclasses.replace(
     batch,
-    policy_versions=jnp.broadcast_to(versions, batch.tokens.shape),
+    policy_versions=jnp.asarray(versions),
     sampler_logprobs=sampler,
   )
   state = dataclasses.replace(_state(), version=jnp.int32(1))

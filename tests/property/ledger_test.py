@@ -199,3 +199,10 @@ def test_a_resumed_ledger_counts_from_its_step():
   book = ledgers.start(4, 1, step=5)
   assert (book.step, book.version, book.trained.groups) == (5, 5, 20)
   assert ledgers.window(book) == 8
+
+
+def test_no_more_is_admitted_than_the_run_needs():
+  book = ledgers.start(2, 3, num_steps=2)
+  assert ledgers.window(book) == 4
+  book = ledgers.start(2, 3, num_steps=2, step=1)
+  assert ledgers.window(book) == 2

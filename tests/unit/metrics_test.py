@@ -71,7 +71,7 @@ def test_a_part_is_averaged_over_the_rollouts_that_have_it():
     rollout(),
   )
   got = metrics.batch_metrics([made])
-  assert got["reward/format"] == 0.5 and got["reward/maths"] == 0.5
+  assert got["reward/part/format"] == 0.5 and got["reward/part/maths"] == 0.5
 
 
 def test_a_group_has_signal_when_two_of_its_rewards_differ():

@@ -286,13 +286,13 @@ def test_groups_without_signal_are_replaced_when_asked(asynchronous):
 
 def test_groups_that_never_have_signal_end_the_run(asynchronous):
   with (
-    pytest.raises(types.RunError, match="filter_zero_signal: .* 6 groups"),
+    pytest.raises(types.RunError, match="max_left: .* 6 groups"),
     opened(
       Engine(),
       score=lambda uid: 1.0,
       asynchronous=asynchronous,
       filter_zero_signal=True,
-      max_filtered=3,
+      max_left=3,
     ) as rollouts,
   ):
     taken(rollouts, 1)
@@ -350,7 +350,7 @@ def test_a_stalled_engine_is_not_waited_for_at_the_end():
 
   began = time.monotonic()
   with (
-    pytest.raises(TimeoutError),
+    pytest.raises(types.RunError),
     opened(engine, stall_s=PATIENCE_S) as rollouts,
   ):
     taken(rollouts, 1)
@@ -385,14 +385,12 @@ def test_rewards_that_never_come_end_the_run(asynchronous):
   release.set()
 
 
-def test_a_trainer_that_never_comes_back_ends_the_worker():
-  with (
-    pytest.raises(types.RunError, match="generation waited for lag_gate"),
-    opened(Engine(), stall_s=PATIENCE_S) as rollouts,
-  ):
+def test_a_trainer_that_is_slower_than_the_stall_limit_is_no_stall():
+  with opened(Engine(), stall_s=PATIENCE_S) as rollouts:
     taken(rollouts, 1)
     assert rollouts._worker is not None
-    concurrent.futures.wait([rollouts._worker], LATE_S)
+    late = concurrent.futures.wait([rollouts._worker], 3 * PATIENCE_S)
+    assert late.not_done
 
 
 def test_c73_what_the_engine_raises_reaches_the_trainer(asynchronous):
@@ -447,7 +445,7 @@ def test_lag_without_a_thread_is_refused():
     pass
 
 
-@pytest.mark.parametrize("wrong", [{"stall_s": 0.0}, {"max_filtered": 0}])
+@pytest.mark.parametrize("wrong", [{"stall_s": 0.0}, {"max_left": 0}])
 def test_settings_out_of_range_are_refused(wrong):
   with pytest.raises(types.InputError, match="^stream: "):
     stream.StreamConfig(**wrong)

@@ -53,13 +53,3 @@ def group_advantages(
     return centred
   variance = total(centred * centred) / jnp.maximum(count - 1.0, 1.0)
   return centred / (jnp.sqrt(variance) + eps)[group_ids]
-
-
-def has_signal(
-  rewards: Float[Array, " B"], group_ids: Int[Array, " B"]
-) -> Float[Array, " B"]:
-  """Returns 1 for rows whose group holds two different rewards, else 0."""
-  advantages = group_advantages(rewards, group_ids, scale="none")
-  num = rewards.shape[0]
-  spread = jax.ops.segment_max(jnp.abs(advantages), group_ids, num)
-  return (spread > 0)[group_ids].astype(jnp.float32)

@@ -30,11 +30,19 @@ class Evaluation:
   timeout_s: float = 600.0
 
   def __post_init__(self) -> None:
-    if self.every < 0 or self.timeout_s <= 0:
-      raise types.InputError(
-        "evaluation: expected every >= 0 and timeout_s > 0, got "
-        f"{self.every} and {self.timeout_s}. Correct the value."
-      )
+    rules = (
+      ("every", self.every >= 0, ">= 0"),
+      ("temperature", 0 <= self.temperature < math.inf, ">= 0"),
+      ("top_k", self.top_k >= 0, ">= 0 (0 keeps all)"),
+      ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+      ("timeout_s", 0 < self.timeout_s < math.inf, "> 0 seconds"),
+    )
+    for name, holds, rule in rules:
+      if not holds:
+        raise types.InputError(
+          f"evaluation.{name}: expected {rule}, got {getattr(self, name)}. "
+          "Correct the value."
+        )
 
   def due(self, step: int, num_steps: int) -> bool:
     """Says whether the state after `step` batches is evaluated."""
@@ -49,7 +57,7 @@ def evaluate(
   generate: Callable[[Sequence[types.Request]], list[types.Completion]],
   rewards: pools.Pool,
   timeout_s: float,
-) -> tuple[dict[str, float], list[types.Group]]:
+) -> dict[str, float]:
   """Samples and scores every prompt.
 
   Args:
@@ -60,11 +68,14 @@ def evaluate(
     timeout_s: longest wait for all rewards together.
 
   Returns:
-    `eval/reward`, `eval/reward_<part>`, `eval/truncated`, `eval/tokens` and
-    `eval/rollouts`, means over the rollouts that have a reward; and the groups.
+    `eval/reward` and `eval/reward_<part>`, means over the rollouts that have a
+    reward, and `eval/missing`, how many have none; over all of them
+    `eval/truncated`, the share that ended by the limit, and `eval/tokens`;
+    `eval/rollouts`, how many there are.
 
   Raises:
-    TimeoutError: the rewards took longer than `timeout_s`.
+    RunError: the rewards took longer than `timeout_s`.
+    Exception: what a reward raised.
   """
   completions = generate([env.request(prompt) for prompt in prompts])
   asked = [p for p in prompts for _ in range(env.group_size)]
@@ -74,12 +85,22 @@ def evaluate(
       for prompt, completion in zip(asked, completions, strict=True)
     ]
   )
-  concurrent.futures.wait(futures, timeout=timeout_s)
-  rollouts = [future.result(timeout=0) for future in futures]
+  done, late = concurrent.futures.wait(
+    futures, timeout_s, concurrent.futures.FIRST_EXCEPTION
+  )
+  for future in done:
+    future.result()  # What a reward raised comes before what is late.
+  if late:
+    raise types.RunError(
+      f"evaluation: expected all rewards within {timeout_s:g} s "
+      f"(evaluation.timeout_s), got {len(done)} of {len(futures)}"
+    )
+  rollouts = [future.result() for future in futures]
   scored = [r for r in rollouts if math.isfinite(r.reward)]
   truncated = [r.completion.finish == "length" for r in rollouts]
   metrics = {
     "eval/reward": _mean([r.reward for r in scored]),
+    "eval/missing": float(len(rollouts) - len(scored)),
     "eval/truncated": _mean(truncated),
     "eval/tokens": _mean([len(r.completion.tokens) for r in rollouts]),
     "eval/rollouts": float(len(rollouts)),
@@ -87,14 +108,7 @@ def evaluate(
   for name in sorted({part for r in scored for part in r.parts}):
     parts = [r.parts[name] for r in scored if name in r.parts]
     metrics[f"eval/reward_{name}"] = _mean(parts)
-  size = env.group_size
-  groups = [
-    types.Group(
-      prompt=prompt, rollouts=tuple(rollouts[i * size : (i + 1) * size])
-    )
-    for i, prompt in enumerate(prompts)
-  ]
-  return metrics, groups
+  return metrics
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -117,6 +117,7 @@ class Ledger:
     groups_per_step: groups in a batch.
     max_lag: inclusive bound, in batches.
     on_stale: "wait" for groups at their deadline, or "drop" them.
+    num_steps: batches of the run; no more is admitted than they need.
     version: newest published.
     step: batches consumed.
     outstanding: admitted and not left, in order of admission.
@@ -130,6 +131,7 @@ class Ledger:
   groups_per_step: int
   max_lag: int
   on_stale: Literal["wait", "drop"] = "wait"
+  num_steps: int | None = None
   version: int = 0
   step: int = 0
   outstanding: tuple[Entry, ...] = ()
@@ -145,6 +147,7 @@ def start(
   max_lag: int,
   *,
   on_stale: Literal["wait", "drop"] = "wait",
+  num_steps: int | None = None,
   step: int = 0,
 ) -> Ledger:
   """Returns the ledger of a run whose first `step` batches are trained."""
@@ -153,6 +156,7 @@ def start(
     groups_per_step=groups_per_step,
     max_lag=max_lag,
     on_stale=on_stale,
+    num_steps=num_steps,
     version=step,
     step=step,
     admitted=trained,
@@ -164,7 +168,10 @@ def window(ledger: Ledger) -> int:
   """Returns how many groups may be admitted now."""
   n = ledger.groups_per_step
   lost = sum(c.groups for c in (ledger.filtered, ledger.failed, ledger.dropped))
-  return (ledger.version + ledger.max_lag + 1) * n - (ledger.admitted - lost)
+  ahead = ledger.version + ledger.max_lag + 1
+  if ledger.num_steps is not None:
+    ahead = min(ahead, ledger.num_steps)
+  return ahead * n - (ledger.admitted - lost)
 
 
 def deadline(ledger: Ledger, entry: Entry) -> int:

@@ -25,6 +25,9 @@ from jaxrl_post.envs import single_turn
 from jaxrl_post.rewards import pool as pools
 from jaxrl_post.runtime import clock as clocks
 
+# Reasons for which generation waits for the trainer.
+_TRAINERS_TURN = ("lag_gate", "queue_full", "weights_pending")
+
 # Least time for the worker to end its block, in seconds.
 _GRACE_S = 1.0
 
@@ -39,22 +42,27 @@ class StreamConfig:
       counted, and go on.
     filter_zero_signal: leave out groups whose rewards all agree and sample
       other prompts instead.
-    max_filtered: most groups left out per group trained, over a step; beyond
-      it the run ends, since it would sample for ever.
-    stall_s: seconds without any progress after which a wait ends the run.
+    max_left: most groups that may leave untrained, filtered or without any
+      reward, per group of a batch; beyond it the run ends, since it would
+      sample for ever.
+    stall_s: seconds without any progress after which the wait for rollouts or
+      rewards ends the run.
   """
 
   asynchronous: bool = True
   on_stale: Literal["wait", "drop"] = "wait"
   filter_zero_signal: bool = False
-  max_filtered: int = 20
+  max_left: int = 20
   stall_s: float = 1800.0
 
   def __post_init__(self) -> None:
-    if self.stall_s <= 0 or self.max_filtered < 1:
+    # A longer wait is more than threads can count.
+    in_range = 0 < self.stall_s <= threading.TIMEOUT_MAX
+    if not in_range or self.max_left < 1:
       raise types.InputError(
-        "stream: expected stall_s > 0 and max_filtered >= 1, got "
-        f"{self.stall_s} and {self.max_filtered}. Correct the value."
+        f"stream: expected stall_s in (0, {threading.TIMEOUT_MAX:g}] and "
+        f"max_left >= 1, got {self.stall_s} and {self.max_left}. Correct the "
+        "value."
       )
 
 
@@ -87,7 +95,7 @@ class Counters:
 
   generated: int = 0
   sampled_tokens: int = 0
-  filtered_in_step: int = 0
+  left_in_step: int = 0
 
 
 class Stream:
@@ -140,7 +148,7 @@ class Stream:
     )
     self._policy: types.Policy | None = None
     self._verified: types.Policy | None = None
-    self._updated_at = math.nan
+    self._updated_at: float | None = None
     self._published_at = math.nan
     self._sync: dict[str, float] = {}
     self._progress = time.monotonic()
@@ -170,7 +178,7 @@ class Stream:
     """Stops admitting, ends the worker after its block, and joins it.
 
     Raises:
-      TimeoutError: the worker hangs, unless another error is on its way.
+      RunError: the worker hangs, unless another error is on its way.
       Exception: what the worker raised, likewise.
     """
     with self._changed:
@@ -178,14 +186,22 @@ class Stream:
       self._changed.notify_all()
     self._stack.close()
     if error is None and self._worker is not None:
-      self._worker.result(timeout=0)
+      if not self._worker.done():
+        raise types.RunError(
+          "stream: expected the rollout worker to end its block, got no end "
+          f"within {self._cfg.stall_s:g} s (stream.stall_s)"
+        )
+      self._worker.result()
 
-  def publish(self, policy: types.Policy, updated_at: float) -> None:
+  def publish(
+    self, policy: types.Policy, updated_at: float | None = None
+  ) -> None:
     """Hands over the newest weights; sampling takes them at its next block.
 
     Args:
       policy: replaces the one before.
-      updated_at: time.monotonic() when its update had finished.
+      updated_at: time.monotonic() when its update had finished; None for
+        weights that no update of this process made.
     """
     with self._changed:
       self._policy, self._updated_at = policy, updated_at
@@ -204,7 +220,8 @@ class Stream:
       RunError: nothing moved for `stall_s`; the message says what waits.
       Exception: whatever the worker or a reward raised.
     """
-    self.counters.filtered_in_step = 0
+    with self._changed:
+      self.counters.left_in_step = 0
     while True:
       with self._changed:
         self._raise_if_dead()
@@ -241,9 +258,9 @@ class Stream:
     """Seconds that the newest sampled weights took, by metric name.
 
     `sync/latency_s` is from the end of their update to their first block. Its
-    parts: `sync/reshard_s` until `publish`, `sync/copy_s` until they had
-    arrived and were checked, `sync/swap_s` until the block; the copy's part
-    holds the rest of the block that was under way.
+    parts: `sync/reshard_s` until `publish`, `sync/swap_s` until the block that
+    was under way had ended, `sync/copy_s` until they had arrived and were
+    checked. Empty before the first update.
     """
     with self._changed:
       return dict(self._sync)
@@ -263,7 +280,9 @@ class Stream:
     return self._exhausted and short
 
   def _training_reason(self) -> str:
-    states = {e.state for e in self._ledger.outstanding}
+    # Of the groups that the next batch waits for; others are always sampled.
+    due = self._ledger.outstanding[: self._ledger.groups_per_step]
+    states = {e.state for e in due} - {"ready"}
     return "reward_pending" if states == {"scoring"} else "queue_empty"
 
   # ------------------------------------------------- whoever pumps the engine
@@ -308,18 +327,23 @@ class Stream:
     valid = [r for r in rewards if math.isfinite(r)]
     if not valid:
       self._leave(ledgers.Fail(uid))
+      self._count_left(next(iter(group.scored.values())).failure)
     elif self._cfg.filter_zero_signal and max(valid) == min(valid):
       self._leave(ledgers.Filter(uid))
-      self.counters.filtered_in_step += 1
-      most = self._cfg.max_filtered * self._ledger.groups_per_step
-      if self.counters.filtered_in_step > most:
-        raise types.RunError(
-          f"stream.filter_zero_signal: expected a batch with signal within "
-          f"{most} groups, got none. The task is too easy, too hard, or its "
-          "reward is constant; or raise stream.max_filtered."
-        )
+      self._count_left(f"all rewards {valid[0]:g}")
     else:
       self._apply(ledgers.Score(uid))
+
+  def _count_left(self, reason: str) -> None:
+    """Ends a run that would sample for ever."""
+    self.counters.left_in_step += 1
+    most = self._cfg.max_left * self._ledger.groups_per_step
+    if self.counters.left_in_step > most:
+      raise types.RunError(
+        f"stream.max_left: expected a batch to train within {most} groups, got "
+        f"none: they left untrained, the last one for: {reason}. Look at the "
+        "reward; or the task is too easy or too hard for the filter."
+      )
 
   def _admit(self) -> types.Policy | None:
     """Fills the engine as far as the window allows."""
@@ -346,15 +370,18 @@ class Stream:
     if policy is not self._verified:
       with self._changed:
         updated, published = self._updated_at, self._published_at
+      begun = time.monotonic()
       with self._clock.span("generation", "sync"):
         self._verify(policy)
-      self._verified, arrived = policy, time.monotonic()
-      self._sync = {
-        "sync/latency_s": time.monotonic() - updated,
-        "sync/reshard_s": published - updated,
-        "sync/copy_s": arrived - published,
-        "sync/swap_s": time.monotonic() - arrived,
-      }
+      self._verified = policy
+      if updated is not None:
+        now = time.monotonic()
+        self._sync = {
+          "sync/latency_s": now - updated,
+          "sync/reshard_s": published - updated,
+          "sync/swap_s": begun - published,
+          "sync/copy_s": now - begun,
+        }
     with self._clock.span("generation", "busy"):
       completions = self._engine.step(policy.params, policy.version)
     self._progress = time.monotonic()
@@ -410,6 +437,10 @@ class Stream:
     while not ready():
       why = reason()  # Anew after each event: it may be another one by now.
       patience = self._progress + self._cfg.stall_s - time.monotonic()
+      if why in _TRAINERS_TURN:
+        # The trainer may compile or evaluate for long. It is in this process:
+        # when it ends, for whatever reason, it closes the stream.
+        patience = self._cfg.stall_s
       if patience <= 0:
         raise types.RunError(
           f"stream: {stage} waited for {why} and nothing moved for "
@@ -427,7 +458,7 @@ class Stream:
 
   def _raise_if_dead(self) -> None:
     if self._worker is not None and self._worker.done():
-      self._worker.result(timeout=0)
+      self._worker.result()
 
   def _drop_stale(self) -> None:
     for uid in ledgers.stale(self._ledger):

@@ -57,6 +57,12 @@ class Config:
   max_positions: int = 8192
 
   def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.type is int and value < 1:
+        raise types.InputError(
+          f"model.config.{field.name}: expected >= 1, got {value}. Correct it."
+        )
     if self.num_heads % self.num_kv_heads:
       raise types.InputError(
         "model.config.num_kv_heads: expected a divisor of num_heads "
@@ -243,7 +249,8 @@ def forward(
   phase = positions[..., None].astype(jnp.float32) * inverse_frequencies(cfg)
   sin, cos = jnp.sin(phase)[:, :, None, :], jnp.cos(phase)[:, :, None, :]
   ctx = _Context(sin, cos, _mask(positions, segment_ids, cache), positions)
-  x = params["embed"][tokens].astype(dtype)
+  x = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan)
+  x = x.astype(dtype)
 
   def layer(carry, xs):
     x, kv = carry

@@ -95,6 +95,7 @@ def check_rows(
   rows: int,
   microbatches: int,
   engine_rows: int,
+  rows_name: str = "groups_per_step x group_size",
 ) -> None:
   """Refuses batches that do not divide over the devices.
 
@@ -104,6 +105,7 @@ def check_rows(
     rows: of a training batch.
     microbatches: parts it is cut into.
     engine_rows: completions in flight.
+    rows_name: the setting that `rows` comes from.
 
   Raises:
     InputError: names both numbers.
@@ -111,9 +113,9 @@ def check_rows(
   training = _parts(cfg.training, shares.training)
   if rows % (training * microbatches):
     raise types.InputError(
-      f"groups_per_step x group_size: expected a multiple of {training} "
-      f"data-parallel parts x {microbatches} microbatches, got {rows} rows. "
-      "Change groups_per_step, group_size or the placement."
+      f"{rows_name}: expected a multiple of {training} data-parallel parts x "
+      f"{microbatches} microbatches, got {rows} rows. Change it, the "
+      "microbatches or the placement."
     )
   generation = _parts(cfg.generation, shares.generation)
   if engine_rows % generation:

@@ -281,7 +281,11 @@ class Pool:
     if self._workers is None:  # closing: whoever waits is told by `_give_up`
       return
     for entry in entries:
-      self._send([entry])
+      try:
+        self._send([entry])
+      except types.RunError as error:  # An exception in a callback is lost.
+        if self._pending.pop(entry.future, None) is not None:
+          entry.future.set_exception(error)
 
   def _arrived(
     self,

@@ -88,6 +88,36 @@ def open_folder(
     yield path
 
 
+def find_folder(
+  workdir: str | os.PathLike[str],
+  config_json: Mapping[str, Any],
+  may_change: Collection[str] = (),
+) -> pathlib.Path:
+  """Finds a run folder to read from; changes nothing in it.
+
+  Args:
+    workdir: the folder of a run.
+    config_json: as for `open_folder`; likewise the next.
+    may_change: settings that may differ from those of the run.
+
+  Returns:
+    The folder.
+
+  Raises:
+    InputError: it holds no run, or one of another configuration.
+  """
+  path = pathlib.Path(workdir)
+  try:
+    old = (path / CONFIG_FILE).read_text(encoding="utf-8")
+  except OSError as error:
+    raise types.InputError(
+      f"--workdir: expected the folder of a run, got {path} without a "
+      f"{CONFIG_FILE} ({error.strerror}). Name the folder of a run."
+    ) from error
+  _refuse_other(path / CONFIG_FILE, old, config_json, may_change)
+  return path
+
+
 def _claim(lock: Any, path: pathlib.Path) -> None:
   # A record lock and not flock: children made by fork (reward workers) inherit
   # the latter, and one that outlives a killed run would keep its folder locked.
@@ -117,6 +147,17 @@ def _settle_config(
   except FileNotFoundError:
     write(path, text)
     return
+  _refuse_other(path, old, config_json, may_change)
+  if old != text:
+    write(path, text)
+
+
+def _refuse_other(
+  path: pathlib.Path,
+  old: str,
+  config_json: Mapping[str, Any],
+  may_change: Collection[str],
+) -> None:
   try:
     before = _leaves(json.loads(old))
   except json.JSONDecodeError as error:
@@ -125,7 +166,7 @@ def _settle_config(
       "file or choose another --workdir."
     ) from error
   # By way of JSON, so that tuples and lists compare equal.
-  now = _leaves(json.loads(text))
+  now = _leaves(json.loads(json.dumps(config_json)))
   differ = [
     f"{name}={before.get(name, _ABSENT)} there, {now.get(name, _ABSENT)} now"
     for name in sorted(before.keys() | now.keys())
@@ -139,8 +180,6 @@ def _settle_config(
       f"{'; '.join(differ[:3])}{more}. Undo the change or choose another "
       "folder."
     )
-  if old != text:
-    write(path, text)
 
 
 def _leaves(tree: Any, prefix: str = "") -> dict[str, str]:

@@ -56,7 +56,7 @@ def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:
   }
   for part in sorted({name for r in rollouts for name in r.parts}):
     values = [r.parts[part] for r in rollouts if part in r.parts]
-    metrics[f"reward/{part}"] = _over(np.mean, values)
+    metrics[f"reward/part/{part}"] = _over(np.mean, values)
   return metrics
 
 

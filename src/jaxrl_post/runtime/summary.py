@@ -50,7 +50,8 @@ def text(rows: Sequence[Row]) -> str:
   latencies = [_number(row, "sync/latency_s") for row in steps]
   latencies = sorted(x for x in latencies if not math.isnan(x))
   middle = latencies[len(latencies) // 2] if latencies else math.nan
-  lag = max(_number(row, "staleness/max") for row in steps)
+  lags = [_number(row, "staleness/max") for row in steps]
+  lag = max((x for x in lags if not math.isnan(x)), default=math.nan)
   made = _number(last, "throughput/generated_per_device_hour")
   used = _number(last, "throughput/consumed_per_device_hour")
   idle = [

@@ -92,13 +92,12 @@ class _Row:
   versions: list[int] = dataclasses.field(default_factory=list)
 
   def finished(self) -> types.Completion:
-    stopped = self.tokens[-1] in self.stop_ids
     return types.Completion(
       uid=self.uid,
       tokens=tuple(self.tokens),
       logprobs=tuple(self.logprobs),
       versions=tuple(self.versions),
-      finish="stop" if stopped else "length",
+      finish=steps.finish(self.tokens, self.stop_ids),
     )
 
 
@@ -149,6 +148,7 @@ class Engine:
       self._state = compiled.empty()
     self._rows: list[_Row | None] = [None] * cfg.rows
     self._waiting: collections.deque[_Waiting] = collections.deque()
+    self._version: int | None = None
 
   @property
   def room(self) -> int:
@@ -211,6 +211,11 @@ class Engine:
     Returns:
       The completions that ended in this block, in row order.
     """
+    if version != self._version:
+      # A prompt read by older weights would be in tokens stamped with newer.
+      for waiting in self._waiting:
+        waiting.prefix = None
+      self._version = version
     self._refill(params)
     block = jax.device_get(self._decode(params))
     done = []

@@ -8,7 +8,7 @@ completion comes out whatever the row, the neighbours or the block size.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -307,7 +307,11 @@ def decode(
 
 
 def completions(
-  block: Block, uids: Sequence[int], *, version: int
+  block: Block,
+  uids: Sequence[int],
+  *,
+  version: int,
+  stop_ids: Sequence[int] = (),
 ) -> list[types.Completion]:
   """Reads the completions of a block that began and ended all of them.
 
@@ -315,26 +319,33 @@ def completions(
     block: from `decode`; waited for.
     uids: of its rows, in order.
     version: policy version of the weights that made it.
+    stop_ids: that the rows were asked to stop at.
 
   Returns:
-    One completion a uid. `finish` is "length" where the row was still active,
-    or used up the block.
+    One completion a uid.
   """
   host = jax.device_get(block)
   made = []
   for row, uid in enumerate(uids):
     count = int(host.valid[row].sum())
-    ended = not host.active[row] and count < host.valid.shape[1]
+    tokens = tuple(host.tokens[row, :count].tolist())
     made.append(
       types.Completion(
         uid=uid,
-        tokens=tuple(host.tokens[row, :count].tolist()),
+        tokens=tokens,
         logprobs=tuple(host.logprobs[row, :count].tolist()),
         versions=(version,) * count,
-        finish="stop" if ended else "length",
+        finish=finish(tokens, stop_ids),
       )
     )
   return made
+
+
+def finish(
+  tokens: Sequence[int], stop_ids: Sequence[int]
+) -> Literal["stop", "length"]:
+  """Says what ended a completion: a stop token, or the limit."""
+  return "stop" if tokens[-1] in stop_ids else "length"
 
 
 def _token_key(key: jax.Array, uid: jax.Array, position: jax.Array):

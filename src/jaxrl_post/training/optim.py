@@ -1,6 +1,7 @@
 """The optimizer: AdamW with clipping and a schedule, from optax."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -42,7 +43,7 @@ class Optim:
 
   def __post_init__(self) -> None:
     rules = (
-      ("learning_rate", self.learning_rate >= 0, ">= 0"),
+      ("learning_rate", 0 <= self.learning_rate < math.inf, ">= 0"),
       ("warmup_steps", self.warmup_steps >= 0, ">= 0"),
       ("b1", 0 <= self.b1 < 1, "in [0, 1)"),
       ("b2", 0 <= self.b2 < 1, "in [0, 1)"),

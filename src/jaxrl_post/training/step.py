@@ -176,11 +176,14 @@ def _cut(batch: types.Batch, microbatches: int) -> types.Batch:
 def _mismatch(
   version: Int[Array, ""], batch: types.Batch
 ) -> dict[str, jax.Array]:
-  """Compares trainer and sampler on trained tokens of lag 0.
+  """Compares trainer and sampler on rows whose trained tokens all have lag 0.
 
-  Same weights, so any difference is numerics. NaN where there is no such token.
+  Prompt and tokens of such a row saw the trainer's very weights, so that any
+  difference is numerics. NaN where there is no such row.
   """
-  fresh = (batch.policy_versions == version) & (batch.loss_mask > 0)
+  trained = batch.loss_mask > 0
+  older = trained & (batch.policy_versions != version)
+  fresh = trained & ~jnp.any(older, axis=1, keepdims=True)
   gap = jnp.where(fresh, batch.old_logprobs - batch.sampler_logprobs, 0.0)
   count = jnp.sum(fresh.astype(jnp.float32))
   none = jnp.where(count > 0, 0.0, jnp.nan)
