@@ -40,7 +40,8 @@ demo: install
 	  --workdir=runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: install
-	@$(BIN)/python -m pytest
+	@# A file stays on one worker: its tests share what they compile.
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install
 	@$(BIN)/ruff check $(CODE)

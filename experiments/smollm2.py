@@ -78,7 +78,7 @@ def get_config() -> config.Run:
       weights=(1.0, 0.2),
     ),
     algo=grpo.Grpo(),
-    optim=optim.Optim(learning_rate=2e-5, microbatches=2),
+    optim=optim.Optim(learning_rate=1e-5, microbatches=2),
     sampling=engine.Sampling(max_tokens=12, rows=36, block=4),
     placement=mesh.Placement(mode="colocated", cpu_devices=1),
     num_steps=24,

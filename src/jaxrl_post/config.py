@@ -11,6 +11,8 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import inspect
+import math
 import pathlib
 import sys
 import types as python_types
@@ -95,7 +97,7 @@ class Run:
         f"evaluation.every: expected 0 without data.held_out, got "
         f"{self.evaluation.every}. Give the experiment held-out prompts."
       )
-    _check_literals(self, "")
+    _check_leaves(self, "")
     if self.max_lag and not self.stream.asynchronous:
       raise types.InputError(
         f"stream.asynchronous: expected true with max_lag={self.max_lag}, got "
@@ -133,13 +135,17 @@ def may_change(run: Run) -> tuple[str, ...]:
   return names
 
 
-def _check_literals(node: Any, prefix: str) -> None:
-  """Refuses a value that its Literal annotation does not list."""
+def _check_leaves(node: Any, prefix: str) -> None:
+  """Refuses what no setting may be: out of its Literal, NaN or infinite."""
   hints = typing.get_type_hints(type(node))
   for field in dataclasses.fields(node):
     value, name = getattr(node, field.name), f"{prefix}{field.name}"
     if dataclasses.is_dataclass(value):
-      _check_literals(value, f"{name}.")
+      _check_leaves(value, f"{name}.")
+    if isinstance(value, float) and not math.isfinite(value):
+      raise types.InputError(
+        f"{name}: expected a finite number, got {value}. Correct it."
+      )
     hint = hints[field.name]
     is_literal = typing.get_origin(hint) is typing.Literal
     if is_literal and value not in typing.get_args(hint):
@@ -184,6 +190,13 @@ def load(experiment: str, folder: pathlib.Path) -> Run:
       f"--exp={experiment}: expected a function {function} in {path}, got "
       "none. Name one that is there."
     )
+  try:
+    inspect.signature(make).bind()
+  except TypeError as error:
+    raise types.InputError(
+      f"--exp={experiment}: expected {function}() without arguments, got "
+      f"{function}{inspect.signature(make)}. Give its arguments defaults."
+    ) from error
   run = make()
   if not isinstance(run, Run):
     raise types.InputError(
@@ -203,6 +216,11 @@ def _module(path: pathlib.Path) -> python_types.ModuleType:
   sys.modules[name] = module
   try:
     spec.loader.exec_module(module)
+  except SyntaxError as error:
+    raise types.InputError(
+      f"--exp={path}: expected Python, got {error.msg} in line {error.lineno}. "
+      "Correct the file."
+    ) from error
   except ModuleNotFoundError as error:
     raise types.InputError(
       f"--exp={path}: expected the package {error.name!r}, which is not "

@@ -52,6 +52,9 @@ def main(_: Sequence[str]) -> int:
     # One line for what the user can mend; a traceback would hide it.
     print(f"error: {error}", file=sys.stderr)
     return _INPUT_ERROR
+  except SystemExit as error:  # of an experiment or a library, with any code
+    print(f"error: something called exit({error.code})", file=sys.stderr)
+    return 1
   except KeyboardInterrupt:
     print(
       "interrupted; the same command continues from the newest checkpoint",
@@ -65,6 +68,11 @@ def _run() -> int:
     raise types.InputError(
       "--exp: expected the name of an experiment, got none. For a first run: "
       "--exp=tiny."
+    )
+  if _WORKDIR.value == "":
+    raise types.InputError(
+      "--workdir: expected a folder, got an empty name. Name one, or leave it "
+      "out."
     )
   cfg = config.load(_EXP.value, pathlib.Path("experiments"))
   cfg = config.override(cfg, _SET.value)

@@ -122,6 +122,12 @@ def plan(cfg: config.Run, parts: Parts, num_devices: int) -> str:
       engine_rows=cfg.sampling.rows,
       rows_name="warmup.rows",
     )
+  if len(parts.data.train) < cfg.groups_per_step:
+    raise types.InputError(
+      f"groups_per_step: expected at most the {len(parts.data.train)} prompts "
+      f"of all epochs, got {cfg.groups_per_step}. Lower it, or raise "
+      "data.epochs."
+    )
   cut = cfg.optim.microbatches
   idle = f", {shares.idle} idle" if shares.idle else ""
   same = " (the same)" if cfg.placement.mode == "colocated" else ""

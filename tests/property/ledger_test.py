@@ -78,15 +78,18 @@ def test_every_order_of_a_small_run_ends(max_lag):
   seen, stack = set(), [(ledgers.start(2, max_lag), 0)]
   while stack:
     book, uid = stack.pop()
-    if (book, uid) in seen or book.step == 3:
+    # Groups of one age and state are alike, whatever their uids.
+    kinds = sorted((e.admitted, e.state) for e in book.outstanding)
+    key = (book.step, book.version, book.admitted, tuple(kinds))
+    if key in seen or book.step == 3:
       continue
-    seen.add((book, uid))
+    seen.add(key)
     moves = _moves(book, uid, lossy=False)
     assert moves, f"deadlock in {book}"
     for move in moves:
       following = ledgers.apply(book, move)
       stack.append((following, uid + isinstance(move, ledgers.Admit)))
-  assert len(seen) > 30
+  assert len(seen) > 15
 
 
 def _finished(versions, max_lag, on_stale, step):

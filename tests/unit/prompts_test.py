@@ -283,7 +283,7 @@ def test_the_digest_sees_into_references_but_not_their_address():
 @pytest.mark.parametrize(
   ("options", "place"),
   [
-    ({"max_tokens": 0}, "data.max_tokens"),
+    ({"max_tokens": 0}, "data.max_prompt"),
     ({"seed": -1}, "data.seed"),
     ({"epochs": 0}, "data.epochs"),
   ],

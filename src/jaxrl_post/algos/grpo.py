@@ -6,6 +6,7 @@ and 3.3). No KL term: it needs a reference policy, which is not offered yet.
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -36,12 +37,12 @@ class Grpo:
   importance_cap: float | None = 2.0
 
   def __post_init__(self) -> None:
-    for name in ("clip_low", "clip_high"):
+    for name, most in (("clip_low", 1.0), ("clip_high", math.inf)):
       value = getattr(self, name)
-      if value <= 0:
+      if not 0 < value <= most:
         raise types.InputError(
-          f"algo.{name}: expected a distance from 1 above 0, got {value}. "
-          "0.2 is the usual value."
+          f"algo.{name}: expected a distance from 1 in (0, {most}], got "
+          f"{value}. 0.2 is the usual value."
         )
     if self.importance_cap is not None and self.importance_cap < 1:
       raise types.InputError(

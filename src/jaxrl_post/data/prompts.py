@@ -113,12 +113,12 @@ def load(
   if not kept:
     shortest = min((len(item.tokens) for item in encoded), default=0)
     raise types.InputError(
-      f"data.max_tokens: expected a prompt of at most {max_tokens} tokens, got "
+      f"data.max_prompt: expected a prompt of at most {max_tokens} tokens, got "
       f"{len(encoded)} examples, the shortest of {shortest}. Raise the limit."
     )
   if dropped:
     logging.warning(
-      "data: %d of %d prompts dropped, longer than max_tokens=%d.",
+      "data: %d of %d prompts dropped, longer than max_prompt=%d.",
       dropped,
       len(encoded),
       max_tokens,

@@ -63,7 +63,7 @@ class Jsonl:
 
   def _example(self, place: str, raw: bytes) -> types.Example:
     try:
-      row = json.loads(raw.decode())
+      row = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
       raise types.InputError(
         f"{place}: expected UTF-8, got byte {raw[error.start]:#04x} at column "
@@ -74,6 +74,10 @@ class Jsonl:
       raise types.InputError(
         f"{place}: expected a JSON object, got {_short(raw.decode())} "
         f"({reason}). Correct the line."
+      ) from error
+    except RecursionError as error:
+      raise types.InputError(
+        f"{place}: expected a JSON object, got one nested too deep. Flatten it."
       ) from error
     if not isinstance(row, dict):
       raise types.InputError(

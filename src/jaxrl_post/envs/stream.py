@@ -152,7 +152,7 @@ class Stream:
     self._published_at = math.nan
     self._sync: dict[str, float] = {}
     self._progress = time.monotonic()
-    self._closed = False
+    self._closed = self._warned = False
     self._changed = threading.Condition()
     self._worker: concurrent.futures.Future[None] | None = None
     self._stack = contextlib.ExitStack()
@@ -314,6 +314,13 @@ class Stream:
     while self._scored:
       rollout: types.Rollout = self._scored.popleft().result()
       uid = rollout.prompt.uid
+      if rollout.failure and not self._warned:
+        self._warned = True
+        logging.warning(
+          "rollout %d has no reward: %s (further ones: reward/missing)",
+          rollout.completion.uid,
+          rollout.failure,
+        )
       with self._changed:
         group = self._groups.get(uid)
         if group is None:
@@ -340,9 +347,9 @@ class Stream:
     most = self._cfg.max_left * self._ledger.groups_per_step
     if self.counters.left_in_step > most:
       raise types.RunError(
-        f"stream.max_left: expected a batch to train within {most} groups, got "
-        f"none: they left untrained, the last one for: {reason}. Look at the "
-        "reward; or the task is too easy or too hard for the filter."
+        f"stream.max_left: expected to train one of {most} groups "
+        f"(stream.max_left x groups_per_step), got none; the last one left "
+        f"for: {reason}. Look at the reward, and at the difficulty of the task."
       )
 
   def _admit(self) -> types.Policy | None:

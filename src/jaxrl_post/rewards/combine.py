@@ -11,6 +11,9 @@ import numpy as np
 
 from jaxrl_post import types
 
+# Squares of larger rewards leave float32, and with them the group's deviation.
+LARGEST = 1e15
+
 
 @types.host_record
 class Score:
@@ -57,7 +60,7 @@ def read(name: str, value: Any) -> Score:
 
   Returns:
     A score whose parts are finite. Anything else is said in `missing` (NaN,
-    None, or no part at all) or in `fault` (infinite, or not a number).
+    None, or no part at all) or in `fault` (beyond `LARGEST`, or not a number).
   """
   named = value if isinstance(value, Mapping) else {name: value}
   parts: dict[str, float] = {}
@@ -71,7 +74,7 @@ def read(name: str, value: Any) -> Score:
       fault = fault or f"reward is {one_line(repr(item))}"
     elif math.isnan(number):
       missing = missing or "nan"
-    elif math.isinf(number):
+    elif abs(number) > LARGEST:
       fault = fault or f"reward is {number}"
     else:
       parts[str(key)] = number

@@ -145,6 +145,11 @@ def _settle_config(
   try:
     old = path.read_text(encoding="utf-8")
   except FileNotFoundError:
+    if (path.parent / "metrics.jsonl").exists():
+      raise types.InputError(
+        f"--workdir: expected {path.name} beside the metrics of a run, got "
+        f"none in {path.parent}. Put it back, or choose another folder."
+      ) from None
     write(path, text)
     return
   _refuse_other(path, old, config_json, may_change)

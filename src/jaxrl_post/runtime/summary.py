@@ -61,7 +61,9 @@ def text(rows: Sequence[Row]) -> str:
   facts = {
     "rollouts per device-hour": f"{made:.0f} generated, {used:.0f} consumed",
     "idle fraction": f"generation {idle[0]:.2f}, training {idle[1]:.2f}",
-    "weight sync": f"{1000 * middle:.1f} ms (median of steps)",
+    "weight sync": f"{1000 * middle:.1f} ms (median of steps)"
+    if latencies
+    else "not measured: no weights were sampled after an update",
     "staleness": f"mean {mean:.2f} in the last step, max {lag:.0f} in any",
   }
   lines += [f"{label:<24} {fact}" for label, fact in facts.items()]

@@ -17,13 +17,16 @@ import numpy as np
 from jaxrl_post import types
 from jaxrl_post.sampling import steps
 
+# Below it, logits divided by the temperature leave float32.
+_COLDEST = 0.01
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
   """How completions are sampled in training, and the size of the engine.
 
   Attributes:
-    temperature: of the training rollouts; above 0.
+    temperature: of the training rollouts; at least 0.01.
     max_tokens: longest completion.
     rows: completions in flight at a time.
     block: tokens made per dispatch; new weights take effect between blocks.
@@ -48,10 +51,10 @@ class Sampling:
           f"sampling.{name}: expected >= 1, got {getattr(self, name)}. "
           "Correct the value."
         )
-    if self.temperature <= 0:
+    if self.temperature < _COLDEST:
       raise types.InputError(
-        f"sampling.temperature: expected > 0, got {self.temperature}. Training "
-        "needs completions that differ."
+        f"sampling.temperature: expected >= {_COLDEST}, got "
+        f"{self.temperature}. Training needs completions that differ."
       )
 
 

@@ -93,9 +93,10 @@ def update(
 
   Returns:
     The next state and scalar metrics. `step` is one higher. Where no token
-    trains or the gradient is not finite, weights, optimizer and `version` are
-    bit for bit those of `state` and `loss/skipped` is 1; otherwise `version`
-    is one higher. Loss and gradient are the same for any `microbatches`.
+    trains, or loss or gradient is not finite, weights, optimizer and
+    `version` are bit for bit those of `state` and `loss/skipped` is 1;
+    otherwise `version` is one higher. Loss and gradient are the same for any
+    `microbatches`.
   """
   num_tokens = jnp.sum(batch.loss_mask)
 
@@ -121,7 +122,10 @@ def update(
 
   grads, metrics = _accumulate(loss_fn, state.params, batch, microbatches)
   norm = optax.tree.norm(grads)
-  applies = jnp.isfinite(norm) & (num_tokens > 0)
+  # A NaN that a comparison swallowed leaves the gradient finite, but not the
+  # loss.
+  finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss/policy"])
+  applies = finite & (num_tokens > 0)
   with jax.numpy_dtype_promotion("standard"):  # optax mixes int and float
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
