@@ -136,7 +136,7 @@ def load(
 
 def _check(*, max_tokens: int, seed: int, epochs: int | None) -> None:
   rules = (
-    (max_tokens >= 1, "max_tokens", ">= 1", max_tokens),
+    (max_tokens >= 1, "max_prompt", ">= 1", max_tokens),
     (seed >= 0, "seed", ">= 0", seed),
     (epochs is None or epochs >= 1, "epochs", ">= 1 or None", epochs),
   )
