@@ -48,15 +48,7 @@ def score(
   """
 
   def logprobs(part: types.Batch) -> jax.Array:
-    taken, _ = decoders.logprobs(
-      decoder,
-      params,
-      tokens=part.tokens,
-      positions=part.positions,
-      segment_ids=part.segment_ids,
-      temperature=part.temperature,
-    )
-    return taken
+    return _logprobs(decoder, params, part)[0]
 
   if microbatches == 1:
     old = logprobs(batch)
@@ -101,14 +93,7 @@ def update(
   num_tokens = jnp.sum(batch.loss_mask)
 
   def loss_fn(params: types.Tree, part: types.Batch):
-    logprobs, entropy = decoders.logprobs(
-      decoder,
-      params,
-      tokens=part.tokens,
-      positions=part.positions,
-      segment_ids=part.segment_ids,
-      temperature=part.temperature,
-    )
+    logprobs, entropy = _logprobs(decoder, params, part)
     inputs = types.LossInputs(
       logprobs=logprobs,
       old_logprobs=part.old_logprobs,
@@ -148,6 +133,20 @@ def update(
     **_mismatch(state.version, batch),
   }
   return new_state, metrics
+
+
+def _logprobs(
+  decoder: decoders.Decoder, params: types.Tree, batch: types.Batch
+) -> tuple[jax.Array, jax.Array]:
+  """Scores the tokens of a batch; log-probabilities and entropies."""
+  return decoders.logprobs(
+    decoder,
+    params,
+    tokens=batch.tokens,
+    positions=batch.positions,
+    segment_ids=batch.segment_ids,
+    temperature=batch.temperature,
+  )
 
 
 def _accumulate(loss_fn, params, batch, microbatches):
