@@ -36,7 +36,8 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: install
-	@$(BIN)/python -m jaxrl_post.main --exp=tiny \
+	@# On the CPU wherever it runs: two virtual devices, one for each stage.
+	@JAX_PLATFORMS=cpu $(BIN)/python -m jaxrl_post.main --exp=tiny \
 	  --workdir=runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: install

@@ -98,6 +98,13 @@ class Run:
         f"{self.evaluation.every}. Give the experiment held-out prompts."
       )
     _check_leaves(self, "")
+    in_turn = not self.stream.asynchronous and self.placement.mode != "roles"
+    if self.placement.publish.buffers == "free_first" and not in_turn:
+      raise types.InputError(
+        "placement.publish.buffers: expected double where generation goes on "
+        "with the old weights, got free_first. Set stream.asynchronous=false, "
+        "in mode colocated or split."
+      )
     if self.max_lag and not self.stream.asynchronous:
       raise types.InputError(
         f"stream.asynchronous: expected true with max_lag={self.max_lag}, got "

@@ -13,33 +13,37 @@ from collections.abc import Callable
 
 import jax
 
-from jaxrl_post import config, prepare, record, types
+from jaxrl_post import config, generation, prepare, record, types
 from jaxrl_post.algos import sft
 from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.data import pack
-from jaxrl_post.envs import evaluate, ledger
+from jaxrl_post.envs import evaluate, ledger, together
 from jaxrl_post.envs import stream as streams
 from jaxrl_post.placement import programs
 from jaxrl_post.placement import trainer as trainers
 from jaxrl_post.rewards import pool
 from jaxrl_post.runtime import checkpoint
 from jaxrl_post.runtime import clock as clocks
-from jaxrl_post.sampling import engine
+from jaxrl_post.runtime import hosts as hosts_lib
 from jaxrl_post.training import warmup
 
-# Uses of the run's key; the weights are drawn with number 0.
-_ROLLOUT_KEY, _EVAL_KEY = 1, 2
+# The first updates compile, in some processes for longer than in others.
+_COLD_STEPS = 2
 
 
 def run(
-  cfg: config.Run, parts: prepare.Parts, folder: pathlib.Path
+  cfg: config.Run,
+  parts: prepare.Parts,
+  folder: pathlib.Path,
+  hosts: hosts_lib.Hosts | None = None,
 ) -> types.TrainState:
   """Trains for `cfg.num_steps` batches, from the newest checkpoint if any.
 
   Args:
     cfg: the run.
     parts: its host half.
-    folder: holds metrics, rollouts and checkpoints.
+    folder: holds metrics, rollouts and checkpoints; all processes see it.
+    hosts: the processes of the run; None is this one alone.
 
   Returns:
     The state after the last batch; it is also the last checkpoint.
@@ -48,43 +52,52 @@ def run(
     InputError: the checkpoint is of other data or another model.
     RunError: or whatever a worker or a reward raised.
   """
-  place = build(cfg, parts)
+  hosts = hosts or hosts_lib.Hosts()
+  place = build(cfg, parts, hosts)
   trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
   with contextlib.ExitStack() as stack:
-    tools = open_tools(cfg, parts, place, folder, stack)
+    tools = open_tools(cfg, parts, place, folder, hosts=hosts, stack=stack)
+    hosts.at("first weights", hosts_lib.COLD_S)
     state, frontier, first = restore_or_start(
       cfg, parts, place, trainer, tools.store
     )
     if first >= cfg.num_steps:
       return state
     policy = place.publish(state)
+    tools.samplers.warm_up(policy)
+    hosts.at("first batch", hosts_lib.COLD_S)
     start = {} if first else tools.test(policy, 0)
     tools.notes.begin(first, policy.version, start)
     rollouts = stack.enter_context(
-      open_stream(
-        cfg, parts, place, tools, state, policy=policy, frontier=frontier
-      )
+      open_stream(cfg, parts, tools, hosts, policy=policy, frontier=frontier)
     )
+    stack.push(hosts.on_error)
 
     for step in range(first + 1, cfg.num_steps + 1):
-      groups = rollouts.next()
-      if groups is None:
+      groups = hosts.share(
+        lambda: None if hosts.stopping else rollouts.next(), together.bare
+      )
+      if groups is None:  # The data has ended, or SIGTERM came.
         break
+      late_s = hosts_lib.COLD_S if step - first <= _COLD_STEPS else None
+      hosts.at(f"update {step}", late_s)
       with tools.clock.span("training", "busy"):
         rows = pack.pack(groups, rows=cfg.rows, length=cfg.length)
-        batch = trainer.score(state, rows)
+        batch = trainer.score(state, trainer.put(rows))
         state, values = trainer.update(state, batch)
-        values, mask = jax.device_get((values, batch.loss_mask))
+        hosts.at(f"end of update {step}", late_s)
+        values = jax.device_get(values)
       updated = time.monotonic()
       with tools.clock.span("training", "sync"):
-        policy = place.publish(state)
+        policy = place.publish(state, policy)
       rollouts.publish(policy, updated)
+      hosts.at(f"end of step {step}", checkpoint.DEADLINE_S)
       with tools.clock.span("training", "wait/host"):
-        values |= tools.test(policy, step)
-        rows = dataclasses.replace(rows, loss_mask=mask)
+        values |= tools.samplers.metrics() | tools.test(policy, step)
         tools.notes.step(step, groups, rows, values, rollouts)
       if checkpoint.due(cfg.checkpoint, step, cfg.num_steps):
         tools.save(step, state, rollouts.frontier)
+      hosts.at(f"batch {step + 1}", late_s)
     tools.save(int(state.step), state, rollouts.frontier)
   return state
 
@@ -95,7 +108,8 @@ class Tools:
 
   Attributes:
     clock: accounts the time of both stages.
-    rewards: scores rollouts.
+    rewards: scores rollouts; of the head only.
+    samplers: who makes rollouts.
     store: checkpoints.
     notes: metrics, rollouts to read, progress.
     test: policy and step to `eval/` metrics; none when it is not due.
@@ -103,9 +117,10 @@ class Tools:
   """
 
   clock: clocks.Clock
-  rewards: pool.Pool
+  rewards: pool.Pool | None
+  samplers: generation.Samplers
   store: checkpoint.Store
-  notes: record.Recorder
+  notes: record.Recorder | record.Silent
   test: Callable[[types.Policy, int], dict[str, float]]
   digest: str
 
@@ -123,28 +138,37 @@ def open_tools(
   parts: prepare.Parts,
   place: programs.Programs,
   folder: pathlib.Path,
+  *,
+  hosts: hosts_lib.Hosts,
   stack: contextlib.ExitStack,
 ) -> Tools:
   """Opens what the loop uses; `stack` closes it."""
   clock = clocks.Clock(("generation", "training"))
   stack.callback(clock.close)
-  rewards = stack.enter_context(pool.Pool(cfg.rewards))
-  store = checkpoint.Store(folder / "checkpoints", cfg.checkpoint)
-  stack.callback(store.close)
-  notes = record.Recorder(
-    cfg,
-    folder,
-    clock,
-    devices=place.num_devices,
-    sync_bytes=place.publisher.bytes,
-  )
+  rewards, notes = None, record.Silent()
+  if hosts.is_head:
+    rewards = stack.enter_context(pool.Pool(cfg.rewards))
+    notes = record.Recorder(
+      cfg,
+      folder,
+      clock,
+      devices=place.num_devices,
+      sync_bytes=place.publisher.bytes,
+    )
   stack.callback(notes.close)
+  store = checkpoint.Store(folder / "checkpoints", cfg.checkpoint, hosts.share)
+  stack.callback(store.close)
+  samplers = generation.samplers(cfg, parts, place, hosts)
+  stack.callback(samplers.close)
   return Tools(
     clock=clock,
     rewards=rewards,
+    samplers=samplers,
     store=store,
     notes=notes,
-    test=tester(cfg, parts, place, rewards, clock),
+    test=tester(
+      cfg, parts, samplers, rewards=rewards, clock=clock, hosts=hosts
+    ),
     digest=parts.data.train.digest,
   )
 
@@ -152,17 +176,17 @@ def open_tools(
 def open_stream(
   cfg: config.Run,
   parts: prepare.Parts,
-  place: programs.Programs,
   tools: Tools,
-  state: types.TrainState,
+  hosts: hosts_lib.Hosts,
   *,
   policy: types.Policy,
   frontier: frontiers.Frontier,
-) -> streams.Stream:
-  """Compiles the engine and returns the stream, which starts with `policy`."""
-  key = jax.random.fold_in(state.key, _ROLLOUT_KEY)
-  sampler = place.engine(key, cfg.group_size)
-  sampler.warm_up(policy.params)
+) -> streams.Stream | together.Follower:
+  """Returns the stream, which starts with `policy`."""
+  if tools.rewards is None:
+    rollouts = together.Follower(tools.samplers.publish)
+    rollouts.publish(policy)
+    return rollouts
   rollouts = streams.Stream(
     cfg.stream,
     ledger.start(
@@ -173,20 +197,24 @@ def open_stream(
       step=policy.step,
     ),
     env=parts.env,
-    engine=sampler,
+    engine=tools.samplers.engine,
     prompts=parts.data.train,
     frontier=frontier,
     rewards=tools.rewards,
     clock=tools.clock,
-    verify=place.verify,
+    verify=tools.samplers.publish,
+    stopping=lambda: hosts.stopping,
   )
   tools.clock.start()
   rollouts.publish(policy)
   return rollouts
 
 
-def build(cfg: config.Run, parts: prepare.Parts) -> programs.Programs:
-  """Places the steps of a run on all devices of this process."""
+def build(
+  cfg: config.Run, parts: prepare.Parts, hosts: hosts_lib.Hosts | None = None
+) -> programs.Programs:
+  """Places the steps of a run on all devices of all its processes."""
+  hosts = hosts or hosts_lib.Hosts()
   return programs.build(
     cfg.placement,
     decoder=parts.decoder,
@@ -195,6 +223,8 @@ def build(cfg: config.Run, parts: prepare.Parts) -> programs.Programs:
     max_prompt=cfg.data.max_prompt,
     key=jax.random.key(cfg.seed),
     devices=jax.devices(),
+    process=hosts.index,
+    processes=hosts.count,
   )
 
 
@@ -220,7 +250,10 @@ def restore_or_start(
 
 
 def test_newest(
-  cfg: config.Run, parts: prepare.Parts, folder: pathlib.Path | None
+  cfg: config.Run,
+  parts: prepare.Parts,
+  folder: pathlib.Path | None,
+  hosts: hosts_lib.Hosts | None = None,
 ) -> tuple[int, dict[str, float]]:
   """Evaluates the newest checkpoint of a folder; without one, first weights.
 
@@ -235,17 +268,26 @@ def test_newest(
       "--mode=eval: expected an experiment with data.held_out, got none. Add "
       "held-out prompts to it."
     )
-  place = build(cfg, parts)
+  hosts = hosts or hosts_lib.Hosts()
+  place = build(cfg, parts, hosts)
   trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
   with contextlib.ExitStack() as stack:
     clock = clocks.Clock(("generation", "training"))
     stack.callback(clock.close)
-    rewards = stack.enter_context(pool.Pool(cfg.rewards))
-    test = tester(cfg, parts, place, rewards, clock)
+    rewards = None
+    if hosts.is_head:
+      rewards = stack.enter_context(pool.Pool(cfg.rewards))
+    samplers = generation.samplers(cfg, parts, place, hosts)
+    stack.callback(samplers.close)
+    test = tester(
+      cfg, parts, samplers, rewards=rewards, clock=clock, hosts=hosts
+    )
     if folder is None:
       params = warm_up(cfg, parts, place, place.draw())
       return 0, test(place.publish(trainer.start(params)), 0)
-    store = checkpoint.Store(folder / "checkpoints", cfg.checkpoint)
+    store = checkpoint.Store(
+      folder / "checkpoints", cfg.checkpoint, hosts.share
+    )
     stack.callback(store.close)
     state, _, step = restore_or_start(cfg, parts, place, trainer, store)
     return step, test(place.publish(state), 0)
@@ -271,40 +313,47 @@ def warm_up(
       stop_id=tokenizer.eos_ids[0],
     )
     batch = pack.pack(groups, rows=rows, length=cfg.length)
-    state, _ = teacher.update(state, batch)
+    state, _ = teacher.update(state, teacher.put(batch))
   return state.params
 
 
 def tester(
   cfg: config.Run,
   parts: prepare.Parts,
-  place: programs.Programs,
-  rewards: pool.Pool,
+  samplers: generation.Samplers,
+  *,
+  rewards: pool.Pool | None,
   clock: clocks.Clock,
+  hosts: hosts_lib.Hosts,
 ) -> Callable[[types.Policy, int], dict[str, float]]:
-  """Returns a function of policy and step that evaluates when it is due."""
+  """Returns a function of policy and step that evaluates when it is due.
+
+  Every process calls it. Without rewards, which the head has, one only provides
+  the weights, and stays until its engine is no longer asked.
+  """
   held_out = parts.data.held_out
   if held_out is None:
     return lambda policy, step: {}
-  key = jax.random.fold_in(jax.random.key(cfg.seed), _EVAL_KEY)
 
-  def test(policy: types.Policy, step: int) -> dict[str, float]:
-    if not cfg.evaluation.due(step, cfg.num_steps):
-      return {}
+  def scored(policy: types.Policy) -> dict[str, float]:
+    assert rewards is not None, "the head's"
     with (
       clock.span("training", "eval"),
       clock.span("generation", "eval"),
     ):
-      place.verify(policy)
-      # Made anew: its cache is as large as that of the rollouts. The width of
-      # a group, so that it runs the very same programs.
-      sampler = place.engine(key, cfg.group_size)
       return evaluate.evaluate(
         [held_out[uid] for uid in range(len(held_out))],
         env=parts.eval_env,
-        generate=functools.partial(engine.generate, sampler, policy),
+        generate=functools.partial(samplers.generate, policy),
         rewards=rewards,
         timeout_s=cfg.evaluation.timeout_s,
       )
+
+  def test(policy: types.Policy, step: int) -> dict[str, float]:
+    if not cfg.evaluation.due(step, cfg.num_steps):
+      return {}
+    if rewards is None:
+      samplers.publish(policy)
+    return hosts.share(functools.partial(scored, policy))
 
   return test

@@ -3,8 +3,11 @@
 Exit codes: 0 finished, 1 the run failed, 2 the user's input was wrong.
 """
 
+import contextlib
 import json
+import os
 import pathlib
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -12,8 +15,9 @@ from collections.abc import Sequence
 import jax
 from absl import app, flags, logging
 
-from jaxrl_post import config, loop, prepare, types
+from jaxrl_post import config, loop, prepare, roles, types
 from jaxrl_post.runtime import folder, summary
+from jaxrl_post.runtime import hosts as hosts_lib
 
 _EXP = flags.DEFINE_string(
   "exp",
@@ -35,6 +39,26 @@ _MODE = flags.DEFINE_enum(
   ["train", "eval", "dry_run"],
   "train; eval tests the newest checkpoint of --workdir, or the first weights "
   "without it; dry_run only checks and prints.",
+)
+
+_COORDINATOR = flags.DEFINE_string(
+  "coordinator",
+  None,
+  "HOST:PORT of process 0, in each of several processes. Not needed where "
+  "SLURM, Open MPI or a TPU pod started them.",
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+  "num_processes", None, "How many processes there are; with --coordinator."
+)
+_PROCESS_ID = flags.DEFINE_integer(
+  "process_id", None, "Which of them this one is, from 0; with --coordinator."
+)
+_DISTRIBUTED = flags.DEFINE_enum(
+  "distributed",
+  "auto",
+  ["auto", "on", "off"],
+  "auto asks the environment whether a launcher started several processes; on "
+  "always lets JAX ask the launcher; off is one process.",
 )
 
 _INPUT_ERROR = 2
@@ -76,34 +100,87 @@ def _run() -> int:
     )
   cfg = config.load(_EXP.value, pathlib.Path("experiments"))
   cfg = config.override(cfg, _SET.value)
+  launch = _launch()
   if cfg.placement.cpu_devices is not None:
     jax.config.update("jax_num_cpu_devices", cfg.placement.cpu_devices)
+  with contextlib.ExitStack() as stack:
+    if cfg.placement.mode == "roles":
+      launch = stack.enter_context(
+        roles.cluster(cfg.placement, launch, sys.argv[1:])
+      )
+    hosts = _hosts(launch, cfg.placement.peer_timeout_s)
+    # After JAX's own, which would only take note of the signal.
+    signal.signal(signal.SIGTERM, lambda *_: setattr(hosts, "stopping", True))
+    return _run_in(stack.enter_context(hosts), cfg)
+
+
+def _launch() -> hosts_lib.Launch | None:
+  """Returns how the other processes are found; None if there are none."""
+  found = hosts_lib.launcher(os.environ)
+  given = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+  launch = hosts_lib.Launch(*given)
+  if _DISTRIBUTED.value == "off":
+    if launch.coordinator is not None:
+      raise types.InputError(
+        f"--distributed=off: expected no --coordinator, got {given[0]}. Leave "
+        "one of them out."
+      )
+    return None
+  wanted = _DISTRIBUTED.value == "on" or launch.coordinator or found
+  return launch if wanted else None
+
+
+def _hosts(
+  launch: hosts_lib.Launch | None, silence_s: float
+) -> hosts_lib.Hosts:
+  if launch is None:
+    return hosts_lib.Hosts()
+  return hosts_lib.start(launch, silence_s)
+
+
+def _run_in(hosts: hosts_lib.Hosts, cfg: config.Run) -> int:
+  """Does what --mode says, in each of the processes."""
   parts = prepare.prepare(cfg)
-  plan = prepare.plan(cfg, parts, jax.device_count())
-  print(config.describe(cfg))
-  print(plan, flush=True)
+  plan = prepare.plan(cfg, parts, jax.device_count(), hosts.count)
+  _say(hosts, f"{config.describe(cfg)}\n{plan}")
   if _MODE.value == "dry_run":
     return 0
   if _MODE.value == "eval":
-    return _eval(cfg, parts)
-  with folder.open_folder(
-    _workdir(), config.to_json(cfg), config.may_change(cfg)
-  ) as path:
-    print(f"run folder: {path.resolve()}", flush=True)
-    loop.run(cfg, parts, path)
-    print(summary.text(summary.read(path)))
-    print(f"run folder: {path.resolve()}", flush=True)
+    return _eval(hosts, cfg, parts)
+  with contextlib.ExitStack() as stack:
+    path = hosts.share(lambda: _open(cfg, stack))
+    _say(hosts, f"run folder: {path}")
+    loop.run(cfg, parts, path, hosts)
+    if hosts.stopping:
+      _say(hosts, "stopped by SIGTERM; the same command continues")
+    if hosts.is_head:
+      _say(hosts, summary.text(summary.read(path)))
+    _say(hosts, f"run folder: {path}")
   return 0
 
 
-def _eval(cfg: config.Run, parts: prepare.Parts) -> int:
+def _open(cfg: config.Run, stack: contextlib.ExitStack) -> pathlib.Path:
+  """Takes the run folder, until `stack` ends."""
+  opened = folder.open_folder(
+    _workdir(), config.to_json(cfg), config.may_change(cfg)
+  )
+  return stack.enter_context(opened).resolve()
+
+
+def _say(hosts: hosts_lib.Hosts, text: str) -> None:
+  """Prints at the head; the others would say the same."""
+  if hosts.is_head:
+    print(text, flush=True)
+
+
+def _eval(hosts: hosts_lib.Hosts, cfg: config.Run, parts: prepare.Parts) -> int:
   """Tests the newest checkpoint of --workdir; without it, first weights."""
   path = None
   if _WORKDIR.value is not None:
     names = (*config.may_change(cfg), "evaluation", "data.held_out")
     path = folder.find_folder(_WORKDIR.value, config.to_json(cfg), names)
-  step, values = loop.test_newest(cfg, parts, path)
-  print(json.dumps({"step": step, **values}, sort_keys=True))
+  step, values = loop.test_newest(cfg, parts, path, hosts)
+  _say(hosts, json.dumps({"step": step, **values}, sort_keys=True))
   return 0
 
 

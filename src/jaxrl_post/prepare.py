@@ -91,13 +91,16 @@ def _check_references(cfg: config.Run, data: dataset.Dataset) -> None:
       )
 
 
-def plan(cfg: config.Run, parts: Parts, num_devices: int) -> str:
+def plan(
+  cfg: config.Run, parts: Parts, num_devices: int, processes: int = 1
+) -> str:
   """Checks the run against a number of devices and says what a step is.
 
   Args:
     cfg: the run.
     parts: from `prepare`.
     num_devices: how many there are.
+    processes: how many hold them, equally many each.
 
   Returns:
     One line: prompts x group -> rows -> microbatches -> tokens, and where.
@@ -105,21 +108,29 @@ def plan(cfg: config.Run, parts: Parts, num_devices: int) -> str:
   Raises:
     InputError: it does not fit; names both numbers.
   """
-  shares = mesh.shares(cfg.placement, num_devices)
+  if cfg.placement.mode == "roles":
+    engines = cfg.placement.roles.generation_replicas
+  else:
+    engines = processes
+  shares = mesh.shares(cfg.placement, num_devices, processes)
   programs.check_rows(
     cfg.placement,
     shares,
     rows=cfg.rows,
+    length=cfg.length,
     microbatches=cfg.optim.microbatches,
     engine_rows=cfg.sampling.rows,
+    engines=engines,
   )
   if cfg.warmup.num_steps:
     programs.check_rows(
       cfg.placement,
       shares,
       rows=cfg.warmup.rows,
+      length=cfg.length,
       microbatches=cfg.warmup.optim.microbatches,
       engine_rows=cfg.sampling.rows,
+      engines=engines,
       rows_name="warmup.rows",
     )
   if len(parts.data.train) < cfg.groups_per_step:
@@ -130,11 +141,12 @@ def plan(cfg: config.Run, parts: Parts, num_devices: int) -> str:
     )
   cut = cfg.optim.microbatches
   idle = f", {shares.idle} idle" if shares.idle else ""
+  many = f" in {processes} processes" if processes > 1 else ""
   same = " (the same)" if cfg.placement.mode == "colocated" else ""
   return (
     f"a step: {cfg.groups_per_step} prompts x {cfg.group_size} = {cfg.rows} "
     f"rows -> {cut} x {cfg.rows // cut} rows of {cfg.length} tokens "
     f"({cfg.rows * cfg.length} in all); {shares.training} devices train, "
-    f"{shares.generation}{same} generate{idle}; max_lag {cfg.max_lag}; "
+    f"{shares.generation}{same} generate{idle}{many}; max_lag {cfg.max_lag}; "
     f"{parts.data.train.size} prompts, {parts.data.train.dropped} dropped"
   )

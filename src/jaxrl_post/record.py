@@ -2,11 +2,12 @@
 
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxrl_post import config, types
-from jaxrl_post.envs import stream
+from jaxrl_post.envs import stream, together
 from jaxrl_post.runtime import clock, log, metrics, progress
 
 
@@ -58,21 +59,23 @@ class Recorder:
     groups: Sequence[types.Group],
     batch: types.Batch,
     values: Mapping[str, np.ndarray | float],
-    rollouts: stream.Stream,
+    rollouts: stream.Stream | together.Follower,
   ) -> None:
     """Writes the line of a step.
 
     Args:
       step: batches trained.
       groups: of the batch.
-      batch: as it was trained, on the host.
+      batch: as it was packed, on the host.
       values: what update and evaluation returned.
-      rollouts: whose counters to read.
+      rollouts: whose counters to read; the stream, as this is the head.
 
     Raises:
       RunError: more updates in a row were skipped than the optimizer allows.
     """
-    mask = np.asarray(batch.loss_mask)
+    assert isinstance(rollouts, stream.Stream), "the head has it"
+    scored = np.isfinite(np.asarray(batch.rewards))
+    mask = np.asarray(batch.loss_mask) * scored[:, None]
     skipped = bool(values["loss/skipped"])
     line = {
       **{name: float(value) for name, value in values.items()},
@@ -132,3 +135,16 @@ class Recorder:
         f"(optim.max_skipped={most}). The weights are those of the last good "
         "step; lower the learning rate and start again from the checkpoint."
       )
+
+
+class Silent:
+  """A recorder of a process that is not the head: the head has the files."""
+
+  def begin(self, step: int, version: int, values: Mapping[str, float]) -> None:
+    """Does nothing."""
+
+  def step(self, step: int, *_: Any) -> None:
+    """Does nothing."""
+
+  def close(self) -> None:
+    """Does nothing."""

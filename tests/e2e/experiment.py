@@ -141,6 +141,15 @@ def with_held_out() -> config.Run:
   )
 
 
+def with_held_out_letters() -> config.Run:
+  """The run of `get_config`, with ten prompts to be tested on."""
+  run = get_config()
+  held_out = sources.Generated(make, size=10)
+  return dataclasses.replace(
+    run, data=dataclasses.replace(run.data, held_out=held_out)
+  )
+
+
 def from_file() -> config.Run:
   """Reads its prompts from data.jsonl in the folder it is started in."""
   run = get_config()

@@ -14,6 +14,8 @@ LEVELS = (
   ("placement",),
   ("config",),
   ("prepare", "record"),
+  ("roles",),
+  ("generation",),
   ("loop",),
   ("main",),
   ("__init__",),

@@ -17,6 +17,13 @@ IN_TURN = "stream.asynchronous=false"
 MODES = {
   "colocated": (IN_TURN,),
   "split in turn": (SPLIT, IN_TURN),
+  "parked": (IN_TURN, "placement.park=optimizer,cache"),
+  "freed first": (
+    SPLIT,
+    IN_TURN,
+    "placement.publish.buffers=free_first",
+    "placement.publish.chunk_bytes=2000",
+  ),
   "split": (SPLIT,),
   "split over eight": (SPLIT, *FOUR),
   "split, lag 1": (SPLIT, "max_lag=1", "num_steps=50"),
@@ -110,7 +117,9 @@ def test_what_was_admitted_is_somewhere(name, trained):
     assert line["ledger/admitted"] == sum(line[f"ledger/{x}"] for x in fates)
 
 
-@pytest.mark.parametrize("name", ["split in turn", "split"])
+@pytest.mark.parametrize(
+  "name", ["split in turn", "split", "parked", "freed first"]
+)
 def test_c72_without_lag_a_mode_changes_no_bit(name, trained):
   # The same shardings, on the same or on other devices, by one thread or two.
   reference, run = trained("colocated"), trained(name)
@@ -145,6 +154,8 @@ def test_devices_are_those_that_were_asked_for(trained):
   assert sizes == {
     "colocated": 1,
     "split in turn": 1,
+    "parked": 1,
+    "freed first": 1,
     "split": 1,
     "split over eight": 4,
   }

@@ -1,4 +1,4 @@
-"""A changed weight, whichever it is, reaches the engine."""
+"""A changed weight reaches the engine, and every axis computes the same."""
 
 import dataclasses
 import functools
@@ -93,3 +93,37 @@ def test_either_side_lies_where_its_mesh_is():
   ):
     used = {d for x in jax.tree.leaves(params) for d in x.sharding.device_set}
     assert used == set(mesh.devices.flat)
+
+
+# With those of modes_test.py every mesh axis there is.
+AXES = (
+  "placement.training.data=2",
+  "placement.training.expert=2",
+  "placement.training.context=2",
+  "placement.generation.data=2",
+  "placement.generation.expert=2",
+  "placement.generation.tensor=2",
+)
+
+
+def test_c113_expert_and_context_axes_compute_what_one_device_does(tmp_path):
+  reference = runs.train(tmp_path / "one", "num_steps=3")
+  run = runs.train(tmp_path / "eight", "num_steps=3", *AXES)
+  devices = jax.tree.leaves(run.state.params)[0].sharding.device_set
+  assert len(devices) == 8
+  for got, expected in zip(run.groups, reference.groups, strict=True):
+    for one, other in zip(got, expected, strict=True):
+      assert [r.completion.tokens for r in one.rollouts] == [
+        r.completion.tokens for r in other.rollouts
+      ]
+  for got, expected in zip(run.metrics, reference.metrics, strict=True):
+    for name in ("loss/policy", "loss/entropy", "loss/grad_norm"):
+      assert got[name] == pytest.approx(expected[name], abs=1e-5, rel=0)
+  for got, expected in zip(
+    jax.tree.leaves(run.state.params),
+    jax.tree.leaves(reference.state.params),
+    strict=True,
+  ):
+    np.testing.assert_allclose(
+      np.asarray(got), np.asarray(expected), atol=1e-5, rtol=0
+    )

@@ -1,16 +1,26 @@
 """Dividing devices, and how weights and batches lie on the meshes."""
 
+import math
+
 import jax
 import jaxtyping
+import numpy as np
 import pytest
 from absl import logging
 
 from jaxrl_post import types
 from jaxrl_post.models import spec as specs
 from jaxrl_post.placement import mesh as meshes
+from jaxrl_post.placement import settings
 
 
-def _spec(heads: int = 8, kv_heads: int = 4, vocab: int = 32) -> dict:
+def _spec(
+  heads: int = 8,
+  kv_heads: int = 4,
+  vocab: int = 32,
+  ff: int = 32,
+  experts: int = 4,
+) -> dict:
   return {
     "embed": specs.Weight((vocab, 16), ("vocab", "embed")),
     "q": specs.Weight((2, 16, heads, 4), ("layers", "embed", "heads", "head")),
@@ -18,7 +28,10 @@ def _spec(heads: int = 8, kv_heads: int = 4, vocab: int = 32) -> dict:
       (2, 16, kv_heads, 4), ("layers", "embed", "kv_heads", "head")
     ),
     "o": specs.Weight((2, heads, 4, 16), ("layers", "heads", "head", "embed")),
-    "down": specs.Weight((2, 32, 16), ("layers", "ff", "embed")),
+    "down": specs.Weight((2, ff, 16), ("layers", "ff", "embed")),
+    "mix": specs.Weight(
+      (2, experts, 16, 8), ("layers", "experts", "embed", "inner")
+    ),
     "norm": specs.Weight((16,), ("norm",)),
   }
 
@@ -32,10 +45,15 @@ def _split(training: tuple, generation: tuple, fraction: float = 0.5):
   )
 
 
+def sizes(mesh: jax.sharding.Mesh) -> dict[str, int]:
+  """Returns the axes that split something."""
+  return {name: n for name, n in mesh.shape.items() if n > 1}
+
+
 def test_c111a_four_train_and_four_generate_with_two_way_tensor() -> None:
   got = meshes.split(_split((1, 4, 1), (-1, 2)), jax.devices()[:8])
-  assert dict(got.training.shape) == {"data": 1, "fsdp": 4, "tensor": 1}
-  assert dict(got.generation.shape) == {"data": 2, "tensor": 2}
+  assert sizes(got.training) == {"fsdp": 4}
+  assert sizes(got.generation) == {"data": 2, "tensor": 2}
   assert got.idle == 0
 
 
@@ -136,8 +154,8 @@ def test_an_unknown_mode_is_refused() -> None:
   # Outside of tests nothing checks the annotation.
   jaxtyping.config.update("jaxtyping_disable", True)
   try:
-    with pytest.raises(types.InputError, match="got 'roles'"):
-      meshes.Placement(mode="roles")
+    with pytest.raises(types.InputError, match="got 'shared'"):
+      meshes.Placement(mode="shared")  # pyright: ignore
   finally:
     jaxtyping.config.update("jaxtyping_disable", False)
 
@@ -204,15 +222,178 @@ def test_rules_that_fit_are_kept_without_a_word() -> None:
   assert message == ""
 
 
-def test_an_odd_vocabulary_is_replicated_and_said() -> None:
-  mesh = meshes.split(_split((1, 4, 1), (2, 2)), jax.devices()[:8]).generation
-  spec = _spec(vocab=33)
+@pytest.mark.parametrize(
+  ("odd", "dropped", "words"),
+  [
+    ({"vocab": 33}, {"vocab"}, "vocab 33 by tensor 4"),
+    ({"ff": 30}, {"ff"}, "ff 30 by tensor 4"),
+    ({"heads": 6}, {"heads", "kv_heads"}, "heads 6 by tensor 4"),
+    (
+      {"heads": 4, "kv_heads": 1},
+      {"heads", "kv_heads"},
+      "kv_heads 1 by tensor 4",
+    ),
+    ({"experts": 3}, {"experts"}, "experts 3 by expert 2"),
+  ],
+)
+def test_what_does_not_divide_is_replicated_and_said_with_numbers(
+  odd, dropped, words
+) -> None:
+  axes = meshes.GenerationAxes(1, tensor=4, expert=2)
+  mesh = meshes.generation_mesh(axes, jax.devices()[:8])
+  spec = _spec(**odd)
   kept, message = meshes.fit_rules(spec, meshes.GENERATION_RULES, mesh)
-  assert "vocab" not in kept and "heads" in kept
-  assert "vocab 33 by tensor 2" in message
+  assert set(meshes.GENERATION_RULES) - set(kept) == dropped
+  assert words in message
+  values = jax.tree.map(
+    lambda w: np.arange(math.prod(w.shape), dtype=np.float32).reshape(w.shape),
+    spec,
+    is_leaf=lambda x: isinstance(x, specs.Weight),
+  )
+  placed = jax.device_put(
+    values, meshes.weight_shardings(spec, meshes.GENERATION_RULES, mesh)
+  )
+  jax.tree.map(np.testing.assert_array_equal, placed, values)
 
 
-def test_rows_are_split_over_data_and_fsdp_or_over_data() -> None:
-  got = meshes.split(_split((2, 2, 1), (2, 2)), jax.devices()[:8])
-  assert meshes.batch_sharding(got.training).shard_shape((8, 3)) == (2, 3)
-  assert meshes.batch_sharding(got.generation).shard_shape((8, 3)) == (4, 3)
+def test_experts_are_split_on_either_side() -> None:
+  devices = jax.devices()[:8]
+  train = meshes.training_mesh(meshes.TrainingAxes(expert=4), devices)
+  serve = meshes.generation_mesh(meshes.GenerationAxes(expert=4), devices)
+  for mesh, rules, width in (
+    (train, meshes.TRAINING_RULES, "fsdp"),
+    (serve, meshes.GENERATION_RULES, None),
+  ):
+    got = meshes.weight_shardings(_spec(), rules, mesh)
+    assert got["mix"].spec == jax.P(None, "expert", width, None)
+
+
+def test_rows_are_split_over_all_axes_but_tensor_and_context() -> None:
+  axes = meshes.TrainingAxes(1, 2, 1, expert=2, context=2)
+  train = meshes.training_mesh(axes, jax.devices()[:8])
+  serve = meshes.generation_mesh(
+    meshes.GenerationAxes(2, 2, expert=2), jax.devices()[:8]
+  )
+  assert meshes.batch_sharding(train).shard_shape((8, 6)) == (2, 6)
+  assert meshes.batch_sharding(serve).shard_shape((8, 6)) == (2, 6)
+  assert meshes.token_sharding(train).shard_shape((8, 6)) == (2, 3)
+  assert meshes.row_parts(axes, 8) == 4
+  assert meshes.context_parts(axes, 8) == 2
+  assert meshes.row_parts(meshes.GenerationAxes(-1, 2, expert=2), 8) == 4
+
+
+def test_parts_count_the_rest() -> None:
+  assert meshes.row_parts(meshes.TrainingAxes(2, -1, 2, context=2), 16) == 4
+  assert meshes.row_parts(meshes.TrainingAxes(2, 1, -1), 16) == 2
+  assert meshes.context_parts(meshes.TrainingAxes(2, 1, context=-1), 16) == 8
+  with pytest.raises(types.InputError, match=r"together 3, divide, got 8\."):
+    meshes.row_parts(meshes.TrainingAxes(data=3), 8)
+
+
+def test_tensor_groups_are_next_to_each_other_and_copies_far_apart() -> None:
+  devices = jax.devices()[:8]
+  axes = meshes.TrainingAxes(data=2, fsdp=1, tensor=2, expert=1, context=2)
+  train = meshes.training_mesh(axes, devices)
+  assert train.axis_names == ("data", "expert", "fsdp", "context", "tensor")
+  assert list(train.devices[0, 0, 0].flat) == devices[:4]
+  assert list(train.devices[1, 0, 0, 1]) == devices[6:]
+  serve = meshes.generation_mesh(meshes.GenerationAxes(2, 2, 2), devices)
+  assert serve.axis_names == ("data", "expert", "tensor")
+  assert list(serve.devices[0, 1]) == devices[2:4]
+
+
+def test_a_mesh_is_refused_that_does_not_fit_its_devices() -> None:
+  devices = jax.devices()[:6]
+  with pytest.raises(types.InputError, match="6 devices, got a product of 4"):
+    meshes.training_mesh(meshes.TrainingAxes(2, 2), devices)
+  with pytest.raises(types.InputError, match=r"together 4, divide, got 6\."):
+    meshes.generation_mesh(meshes.GenerationAxes(tensor=4), devices)
+
+
+# ----------------------------------------------------- roles, publish and park
+
+
+def test_in_mode_roles_all_devices_train_and_replicas_bring_their_own() -> None:
+  cfg = meshes.Placement(
+    mode="roles",
+    training=meshes.TrainingAxes(tensor=2),
+    generation=meshes.GenerationAxes(tensor=4),
+    roles=settings.Roles(generation_replicas=3, replica_devices=4),
+  )
+  assert meshes.shares(cfg, 8) == (8, 12, 0)
+  with pytest.raises(ValueError, match="roles"):
+    meshes.split(cfg, jax.devices()[:8])
+
+
+@pytest.mark.parametrize(
+  ("training", "generation", "words"),
+  [
+    ((1, 4, 1), (-1, 1), "the 8 devices, got a product of 4"),
+    ((1, -1, 3), (-1, 1), r"together 3, divide, got 8\."),
+    ((1, -1, 1), (-1, 4), r"divide the 2 devices .* got 4\."),
+    ((1, -1, 1), (3, 1), "the 4 devices, got a product of 3"),
+  ],
+)
+def test_roles_that_do_not_fit_are_refused_with_both_numbers(
+  training, generation, words
+) -> None:
+  cfg = meshes.Placement(
+    mode="roles",
+    training=meshes.TrainingAxes(*training),
+    generation=meshes.GenerationAxes(*generation),
+    roles=settings.Roles(generation_replicas=2, replica_devices=2),
+  )
+  with pytest.raises(types.InputError, match=words):
+    meshes.shares(cfg, 8)
+
+
+@pytest.mark.parametrize(
+  ("setting", "words"),
+  [
+    ({"generation_replicas": 0}, "generation_replicas: .* got 0"),
+    ({"training_processes": 0}, "training_processes: .* got 0"),
+    ({"replica_devices": 0}, "replica_devices: .* got 0"),
+    ({"training_cores": (0, 0)}, r"training_cores: .* got \(0, 0\)"),
+    ({"generation_cores": (-1,)}, r"generation_cores: .* got \(-1,\)"),
+    (
+      {"training_cores": (0, 1, 2), "training_processes": 2},
+      "equally many cores for each of 2 processes, got 3",
+    ),
+    (
+      {"generation_cores": (0,), "generation_replicas": 2},
+      "equally many cores for each of 2 processes, got 1",
+    ),
+    (
+      {"training_cores": (0, 1), "generation_cores": (1, 2)},
+      r"generation_cores: .* got \[1\]",
+    ),
+  ],
+)
+def test_impossible_roles_are_refused_by_name(setting, words) -> None:
+  with pytest.raises(types.InputError, match=rf"placement\.roles\..*{words}"):
+    settings.Roles(**setting)
+
+
+def test_parking_needs_sides_that_take_turns() -> None:
+  assert meshes.Placement(park=("optimizer", "cache")).park
+  with pytest.raises(types.InputError, match="park: .* got .*'weights'"):
+    meshes.Placement(park=("weights",))
+  with pytest.raises(types.InputError, match="park: expected nothing in mode"):
+    meshes.Placement(mode="split", park=("cache",))
+
+
+def test_impossible_publishing_is_refused_by_name() -> None:
+  with pytest.raises(types.InputError, match=r"publish\.chunk_bytes: .* got 0"):
+    settings.Publishing(chunk_bytes=0)
+  jaxtyping.config.update("jaxtyping_disable", True)
+  try:
+    with pytest.raises(types.InputError, match=r"publish\.buffers: .*'both'"):
+      settings.Publishing(buffers="both")  # pyright: ignore
+  finally:
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize("silence", [0.0, -1.0, 3601.0, float("nan")])
+def test_a_silence_of_peers_outside_an_hour_is_refused(silence) -> None:
+  with pytest.raises(types.InputError, match="peer_timeout_s"):
+    meshes.Placement(peer_timeout_s=silence)

@@ -28,8 +28,9 @@ from jaxrl_post.runtime import clock as clocks
 # Reasons for which generation waits for the trainer.
 _TRAINERS_TURN = ("lag_gate", "queue_full", "weights_pending")
 
-# Least time for the worker to end its block, in seconds.
-_GRACE_S = 1.0
+# Seconds: least time for the worker to end its block; longest wait before
+# looking whether the run is to stop.
+_GRACE_S, _GLANCE_S = 1.0, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Stream:
     rewards: pools.Pool,
     clock: clocks.Clock,
     verify: Callable[[types.Policy], None],
+    stopping: Callable[[], bool] = lambda: False,
   ) -> None:
     """Prepares a stream; `with` starts it.
 
@@ -127,6 +129,7 @@ class Stream:
       clock: accounts the time of both stages.
       verify: raises if a policy's weights did not arrive whole; called once a
         policy, before its first block.
+      stopping: whether the run was asked to stop; looked at twice a second.
 
     Raises:
       InputError: max_lag above 0 without the worker thread.
@@ -138,7 +141,7 @@ class Stream:
       )
     self._cfg, self._env, self._engine = cfg, env, engine
     self._prompts, self._rewards, self._clock = prompts, rewards, clock
-    self._verify = verify
+    self._verify, self._stopping = verify, stopping
     self._ledger, self._frontier = ledger, frontier
     self._uids = frontiers.pending(frontier)
     self._exhausted = False
@@ -157,8 +160,6 @@ class Stream:
     self._worker: concurrent.futures.Future[None] | None = None
     self._stack = contextlib.ExitStack()
     self.counters = Counters()
-
-  # ------------------------------------------------------- the trainer's side
 
   def __enter__(self) -> Self:
     """Starts the worker thread, if there is one."""
@@ -213,8 +214,8 @@ class Stream:
 
     Returns:
       `groups_per_step` groups by uid, none of whose tokens is older than
-      `max_lag` at the trainer's present version; or None when the data has
-      ended and cannot fill another batch.
+      `max_lag` at the trainer's present version; or None when the run is to
+      stop, or the data has ended and cannot fill another batch.
 
     Raises:
       RunError: nothing moved for `stall_s`; the message says what waits.
@@ -225,6 +226,8 @@ class Stream:
     while True:
       with self._changed:
         self._raise_if_dead()
+        if self._stopping():
+          return None
         self._drop_stale()
         uids = ledgers.batch(self._ledger)
         if uids:
@@ -267,7 +270,8 @@ class Stream:
 
   def _batch_ready(self) -> bool:
     dead = self._worker is not None and self._worker.done()
-    return dead or self._ended() or bool(ledgers.batch(self._ledger))
+    over = dead or self._stopping() or self._ended()
+    return over or bool(ledgers.batch(self._ledger))
 
   def _take(self, uids: tuple[int, ...]) -> list[types.Group]:
     self._apply(ledgers.Consume(uids))
@@ -284,8 +288,6 @@ class Stream:
     due = self._ledger.outstanding[: self._ledger.groups_per_step]
     states = {e.state for e in due} - {"ready"}
     return "reward_pending" if states == {"scoring"} else "queue_empty"
-
-  # ------------------------------------------------- whoever pumps the engine
 
   def _work(self) -> None:
     assert self._worker is not None
@@ -432,8 +434,6 @@ class Stream:
     full = ledgers.batch(self._ledger)
     return "queue_full" if full else "lag_gate"
 
-  # ------------------------------------------------------------- both of them
-
   def _await(
     self,
     stage: str,
@@ -454,7 +454,7 @@ class Stream:
           f"{self._cfg.stall_s:g} s (stream.stall_s); {self._ledger}"
         )
       with self._clock.span(stage, f"wait/{why}"):
-        self._changed.wait(patience)
+        self._changed.wait(min(patience, _GLANCE_S))
 
   def _join(self, thread: threading.Thread) -> None:
     """Waits for the worker to end its block, as long as for any progress."""

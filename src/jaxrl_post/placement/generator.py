@@ -15,6 +15,18 @@ from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import steps
 
+# Uses of the run's key; the weights are drawn with number 0.
+_ROLLOUT_KEY, _EVAL_KEY = 1, 2
+
+
+def keys(seed: int) -> tuple[jax.Array, jax.Array]:
+  """Returns the random keys of a run's rollouts and of its evaluations."""
+  key = jax.random.key(seed)
+  return (
+    jax.random.fold_in(key, _ROLLOUT_KEY),
+    jax.random.fold_in(key, _EVAL_KEY),
+  )
+
 
 def build(
   mesh: jax.sharding.Mesh,
@@ -24,6 +36,7 @@ def build(
   cfg: engines.Sampling,
   max_prompt: int,
   lock: contextlib.AbstractContextManager[Any],
+  free_idle: bool = False,
 ) -> Callable[[jax.Array, int], engines.Engine]:
   """Places the steps of sampling.
 
@@ -34,6 +47,7 @@ def build(
     cfg: sizes of an engine.
     max_prompt: longest prompt, in tokens.
     lock: held around every launch.
+    free_idle: see `engine.Engine`.
 
   Returns:
     A function of a random key and a group size that allocates an engine. All
@@ -83,6 +97,7 @@ def build(
       key=jax.device_put(key, whole),
       insert_width=group_size,
       dispatch=lock,
+      free_idle=free_idle,
     )
 
   return allocate

@@ -7,18 +7,20 @@ the meshes only.
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import spec as specs
 from jaxrl_post.models import transformer, weights
-from jaxrl_post.placement import generator
+from jaxrl_post.placement import fingerprint, generator, replica
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.placement import publish as publishing
 from jaxrl_post.placement import trainer as trainers
@@ -34,41 +36,55 @@ class Programs:
 
   Attributes:
     meshes: the two meshes.
+    num_devices: that the run holds: of both sides, and the idle ones.
     trainer: compiles start, score and update, from an algorithm, its optimizer
       and the length of its schedule in steps.
     draw: draws or reads the first weights onto the training mesh.
     publisher: the way of the weights.
-    engine: allocates an engine, from a random key and a group size.
+    engine: allocates an engine, from a random key and a group size; None
+      where other processes have them.
+    engine_rows: completions in flight of one engine.
+    outbox: shardings of published weights.
+    free_first: whether `publish` frees the old policy before it sends.
     locks: held while weights are sent: both meshes launch programs then.
   """
 
   meshes: meshes.Meshes
+  num_devices: int
   trainer: Callable[[types.Algorithm, optim.Optim, int], trainers.Trainer]
   draw: Callable[[], types.Tree]
   publisher: publishing.Publisher
-  engine: Callable[[jax.Array, int], engines.Engine]
+  engine: Callable[[jax.Array, int], engines.Engine] | None
+  engine_rows: int
+  outbox: types.Tree
+  free_first: bool
   locks: tuple[_Lock, _Lock]
 
-  @property
-  def num_devices(self) -> int:
-    """Devices the run holds: of both meshes, and the idle ones."""
-    used = self.meshes.training.size
-    if not self.meshes.shared:
-      used += self.meshes.generation.size
-    return used + self.meshes.idle
+  @contextlib.contextmanager
+  def launching(self) -> Iterator[None]:
+    """Keeps other threads from launching programs on any of the devices."""
+    with self.locks[0], self.locks[1]:
+      yield
 
-  def publish(self, state: types.TrainState) -> types.Policy:
+  def publish(
+    self, state: types.TrainState, old: types.Policy | None = None
+  ) -> types.Policy:
     """Sends the weights on their way to the generation mesh.
 
     Args:
       state: after the update whose policy it is.
+      old: the policy before, which nobody samples from any more; its memory
+        is freed first where the placement says so.
 
     Returns:
       The policy. The training devices have done their part; the copy may still
       be under way, and `verify` waits for it.
     """
-    with self.locks[0], self.locks[1]:
-      params, fingerprints = self.publisher(state.params)
+    params, fingerprints = self.publisher(
+      state.params,
+      retired=old.params if self.free_first and old is not None else None,
+      launching=self.launching,
+    )
     jax.block_until_ready(fingerprints[0])
     return types.Policy(
       params=params,
@@ -84,7 +100,7 @@ class Programs:
       RunError: some leaf did not arrive as it was sent.
     """
     if policy.fingerprints is not None:
-      publishing.verify(policy.fingerprints)
+      fingerprint.verify(policy.fingerprints)
     jax.block_until_ready(policy.params)
 
 
@@ -93,8 +109,10 @@ def check_rows(
   shares: meshes.Shares,
   *,
   rows: int,
+  length: int,
   microbatches: int,
   engine_rows: int,
+  engines: int = 1,
   rows_name: str = "groups_per_step x group_size",
 ) -> None:
   """Refuses batches that do not divide over the devices.
@@ -103,37 +121,53 @@ def check_rows(
     cfg: the placement.
     shares: devices of each side.
     rows: of a training batch.
+    length: tokens of a row.
     microbatches: parts it is cut into.
-    engine_rows: completions in flight.
+    engine_rows: completions in flight, in all engines together.
+    engines: how many there are, with equal shares of `engine_rows`.
     rows_name: the setting that `rows` comes from.
 
   Raises:
     InputError: names both numbers.
   """
-  training = _parts(cfg.training, shares.training)
+  training = meshes.row_parts(cfg.training, shares.training)
   if rows % (training * microbatches):
     raise types.InputError(
       f"{rows_name}: expected a multiple of {training} data-parallel parts x "
       f"{microbatches} microbatches, got {rows} rows. Change it, the "
       "microbatches or the placement."
     )
-  generation = _parts(cfg.generation, shares.generation)
-  if engine_rows % generation:
+  context = meshes.context_parts(cfg.training, shares.training)
+  if length % context:
     raise types.InputError(
-      f"sampling.rows: expected a multiple of {generation} data-parallel "
-      f"parts, got {engine_rows}. Change sampling.rows or the placement."
+      "data.max_prompt + sampling.max_tokens: expected a multiple of "
+      f"{context} parts (placement.training.context), got {length} tokens. "
+      "Change one of them."
+    )
+  generation = meshes.row_parts(cfg.generation, shares.generation)
+  parts = math.lcm(generation, engines)
+  if engine_rows % parts:
+    raise types.InputError(
+      f"sampling.rows: expected a multiple of {parts} for {generation} "
+      f"data-parallel parts in {engines} engines, got {engine_rows}. Change "
+      "sampling.rows or the placement."
     )
 
 
-def _parts(
-  axes: meshes.TrainingAxes | meshes.GenerationAxes, devices: int
-) -> int:
-  """Returns into how many parts rows are split."""
-  if axes.tensor != -1:
-    return devices // axes.tensor
-  sizes = dataclasses.asdict(axes)
-  sizes.pop("tensor")
-  return functools.reduce(lambda a, b: a * b, sizes.values())
+def _meshes(
+  cfg: meshes.Placement, devices: Sequence[Any], process: int, processes: int
+) -> meshes.Meshes:
+  """Returns the meshes; in mode roles the second is only an outbox."""
+  if cfg.mode != "roles":
+    return meshes.split(cfg, devices, process=process, processes=processes)
+  own = [d for d in devices if processes == 1 or d.process_index == process]
+  return meshes.Meshes(
+    training=meshes.training_mesh(cfg.training, devices),
+    generation=meshes.over(np.asarray(own), ("part",)),
+    idle=0,
+    shared=False,
+    replicas=cfg.roles.generation_replicas,
+  )
 
 
 def build(
@@ -145,6 +179,8 @@ def build(
   max_prompt: int,
   key: jax.Array,
   devices: Sequence[Any],
+  process: int = 0,
+  processes: int = 1,
 ) -> Programs:
   """Places all steps of a run.
 
@@ -155,25 +191,37 @@ def build(
     sampling: sizes and dtype of engines.
     max_prompt: longest prompt, in tokens.
     key: the run's key.
-    devices: all of them.
+    devices: all of them, of all processes.
+    process: index of this one.
+    processes: how many build the same.
 
   Returns:
-    The programs. Nothing is compiled before its first use.
+    The programs. Every process trains on its part of one mesh, and has an
+    engine of its own with its part of `sampling.rows`. Nothing is compiled
+    before its first use.
 
   Raises:
     InputError: sizes do not fit the devices, or weights not the model.
   """
-  placed = meshes.split(cfg, devices)
+  placed = _meshes(cfg, devices, process, processes)
   spec = transformer.spec(decoder.config)
   home = meshes.weight_shardings(spec, meshes.TRAINING_RULES, placed.training)
-  rules, _ = meshes.fit_rules(spec, meshes.GENERATION_RULES, placed.generation)
-  away = meshes.weight_shardings(spec, rules, placed.generation)
   shapes = specs.abstract(spec, jnp.dtype("float32"))
-  publisher = publishing.plan(home, away, shapes, sampling.dtype)
+  engine, rules = None, {}
+  if cfg.mode == "roles":
+    away = replica.outbox(shapes, placed.generation)
+  else:
+    rules, _ = meshes.fit_rules(
+      spec, meshes.GENERATION_RULES, placed.generation
+    )
+    away = meshes.weight_shardings(spec, rules, placed.generation)
+  publisher = publishing.plan(
+    home, away, shapes, sampling.dtype, chunk_bytes=cfg.publish.chunk_bytes
+  )
   # One order of launches on devices that two threads share: two collectives in
   # different orders would wait for each other.
   lock = threading.RLock()
-  other = lock if placed.shared else threading.RLock()
+  other = lock if placed.shared or cfg.mode == "roles" else threading.RLock()
 
   def draw() -> types.Tree:
     if path is not None:
@@ -188,32 +236,43 @@ def build(
   )
 
   def trainer(
-    algo: types.Algorithm, cfg: optim.Optim, num_steps: int
+    algo: types.Algorithm, optimizer: optim.Optim, num_steps: int
   ) -> trainers.Trainer:
     return trainers.build(
       placed.training,
       params=params,
       decoder=decoder,
       algo=algo,
-      optimizer=optim.build(cfg, num_steps),
-      microbatches=cfg.microbatches,
+      optimizer=optim.build(optimizer, num_steps),
+      microbatches=optimizer.microbatches,
       key=key,
       keep_params=publisher.aliases,
+      park="optimizer" in cfg.park,
       lock=lock,
     )
 
-  return Programs(
-    meshes=placed,
-    trainer=trainer,
-    draw=draw,
-    publisher=publisher,
-    engine=generator.build(
+  local = dataclasses.replace(sampling, rows=sampling.rows // processes)
+  if cfg.mode != "roles":
+    engine = generator.build(
       placed.generation,
       rules=rules,
       decoder=dataclasses.replace(decoder, dtype=sampling.dtype),
-      cfg=sampling,
+      cfg=local,
       max_prompt=max_prompt,
       lock=other,
-    ),
+      free_idle="cache" in cfg.park,
+    )
+  share = meshes.shares(cfg, len(devices), processes)
+  used = share.training if placed.shared else share.training + share.generation
+  return Programs(
+    meshes=placed,
+    num_devices=used + share.idle,
+    trainer=trainer,
+    draw=draw,
+    publisher=publisher,
+    engine=engine,
+    engine_rows=local.rows,
+    outbox=away,
+    free_first=cfg.publish.buffers == "free_first",
     locks=(lock, other),
   )

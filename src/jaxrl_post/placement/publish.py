@@ -8,108 +8,186 @@ will hold; shards then travel in equal layouts, which JAX copies directly.
 The floor: every byte of a target device's shard that the device does not hold
 must reach it. That is `Publisher.bytes`, and between disjoint meshes nothing
 more crosses; what the training devices exchange among themselves comes on top.
+
+With several processes the training mesh may span all of them; the generation
+mesh is each process's own, of one shape everywhere. All plan and publish in
+the same order; training devices exchange what is needed, copies stay local.
 """
 
-import itertools
-import math
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, UInt32
 
 from jaxrl_post import types
-from jaxrl_post.placement import mesh as meshes
+from jaxrl_post.placement import bridge
 
 _Mesh = jax.sharding.Mesh
 _Sharding = jax.sharding.NamedSharding
-_Spec = jax.sharding.PartitionSpec
-_Shards = dict[Any, jax.Array]  # by device
-
-# Axis of copies on the source; not a name that a user's mesh can have.
-_COPY = "_copy"
-
-
-@types.host_record
-class Leaf:
-  """One weight: as trained, and (`cast`, `target`) as published."""
-
-  name: str
-  shape: tuple[int, ...]
-  dtype: np.dtype
-  cast: np.dtype
-  source: _Sharding
-  target: _Sharding
-
-  @property
-  def is_alias(self) -> bool:
-    """Says whether the trainer's own buffers are what generation needs."""
-    same = self.source.is_equivalent_to(self.target, len(self.shape))
-    return same and self.dtype == self.cast
-
-  @property
-  def dims(self) -> list[tuple[str, ...]]:
-    """Returns the target's mesh axes of each dim, major first."""
-    return _axes_of_dims(self.target.spec, len(self.shape))
-
-  @property
-  def axes(self) -> tuple[str, ...]:
-    """Returns the target's mesh axes that split this leaf."""
-    return tuple(itertools.chain.from_iterable(self.dims))
 
 
 @types.host_record
 class Publisher:
-  """A planned way of all weights from one placement to another.
+  """A planned way of weights from one placement to another.
 
   Attributes:
-    leaves: what is published: all leaves of the engine.
+    leaves: all leaves of the engine.
+    chosen: names of the leaves that a call publishes; the others are kept.
     aliases: whether some published leaf is the trainer's own buffer. While it
       is true the trainer must not donate its weights.
-    bytes: bytes that target devices need and do not hold.
+    bytes: bytes that this process's target devices need and do not hold.
     structure: tree definition of what is published.
-    send: lays moving leaves out on the target; also checksums of the source.
-    check: computes checksums of moving leaves on the target.
+    home: the mesh where leaves train, with Auto axes.
+    away: the mesh where they generate, with Auto axes.
+    chunk_bytes: as planned.
+    ways: of the chosen leaves that move, one for each chunk.
   """
 
-  leaves: tuple[Leaf, ...]
+  leaves: tuple[bridge.Leaf, ...]
+  chosen: frozenset[str]
   aliases: bool
   bytes: int
   structure: Any
-  send: Callable[[list[jax.Array]], tuple[list[jax.Array], types.Tree]]
-  check: Callable[[list[jax.Array]], types.Tree]
+  home: _Mesh
+  away: _Mesh
+  chunk_bytes: int | None
+  ways: tuple[bridge.Way, ...]
 
   def __call__(
-    self, params: types.Tree
+    self,
+    params: types.Tree,
+    *,
+    retired: types.Tree | None = None,
+    kept: types.Tree | None = None,
+    launching: Callable[
+      [], contextlib.AbstractContextManager[Any]
+    ] = contextlib.nullcontext,
   ) -> tuple[types.Tree, tuple[types.Tree, types.Tree]]:
     """Publishes weights; returns before devices have finished.
 
     Args:
       params: weights, placed as planned. They stay as they are, and may be
         donated afterwards unless `aliases`.
+      retired: what was published before and nobody will use again; buffers of
+        the leaves to send are freed first. None keeps both versions.
+      kept: what was published before; the leaves that are not chosen are taken
+        from it. None where all leaves are chosen.
+      launching: entered around every launch, and never while devices work.
 
     Returns:
       The weights in the target's dtype and sharding, and for `verify` the
       checksums by leaf name as computed on the source and on the target. An
-      alias has none.
+      alias or a kept leaf has none. With several chunks all but the last have
+      arrived.
 
     Raises:
       InputError: a leaf is missing, extra, or of another shape, dtype or
         sharding than planned; names it.
     """
-    arrays = _as_planned(params, self.leaves)
-    pairs = list(zip(arrays, self.leaves, strict=True))
-    moving = [a for a, leaf in pairs if not leaf.is_alias]
-    sent, before = self.send(moving) if moving else ([], {})
-    after = self.check(sent) if moving else {}
-    arrived = iter(sent)
-    out = [
-      _view(a, leaf.target) if leaf.is_alias else next(arrived)
-      for a, leaf in pairs
-    ]
-    return jax.tree.unflatten(self.structure, out), (before, after)
+    arrays = self._as_planned(params)
+    out = self._kept(kept)
+    if retired is not None:
+      self._free(retired)
+    for leaf in self.leaves:
+      if leaf.is_alias and leaf.name in self.chosen:
+        out[leaf.name] = bridge.view(arrays[leaf.name], leaf.goal)
+    before, after = {}, {}
+    sent: list[jax.Array] = []
+    for way in self.ways:
+      # One chunk at a time on the way: memory for one.
+      jax.block_until_ready(sent)
+      with launching():
+        sent, sums = way.send([arrays[leaf.name] for leaf in way.leaves])
+        after.update(way.check(sent))
+      before.update(sums)
+      names = [leaf.name for leaf in way.leaves]
+      out.update(zip(names, sent, strict=True))
+    flat = [out[leaf.name] for leaf in self.leaves]
+    return jax.tree.unflatten(self.structure, flat), (before, after)
+
+  def only(self, prefixes: Sequence[str]) -> "Publisher":
+    """Plans the way of some subtrees, such as adapters.
+
+    Args:
+      prefixes: key paths as `jax.tree_util.keystr` writes them, as
+        "['layers']['q']"; of a leaf or of all leaves under it.
+
+    Returns:
+      A publisher of these leaves, to be called with `kept`. It has the
+      `aliases` of all leaves: kept ones may be the trainer's buffers too.
+
+    Raises:
+      InputError: no leaf lies under a prefix; names it.
+    """
+    chosen = set()
+    for prefix in prefixes:
+      below = (f"{prefix}[", f"{prefix}.")
+      names = [leaf.name for leaf in self.leaves]
+      under = {n for n in names if n == prefix or n.startswith(below)}
+      if not under:
+        raise types.InputError(
+          "publish.only: expected key paths of leaves or above them, got "
+          f"{prefix!r}. Use one of {_names(self.leaves)} or a part of it."
+        )
+      chosen |= under
+    return _publisher(
+      self.leaves,
+      frozenset(chosen),
+      structure=self.structure,
+      between=(self.home, self.away),
+      chunk_bytes=self.chunk_bytes,
+    )
+
+  def _as_planned(self, params: types.Tree) -> dict[str, jax.Array]:
+    """Checks the leaves to publish; returns all, with Auto axes."""
+    arrays = _matching("publish", params, self.leaves, self.structure)
+    for leaf in self.leaves:
+      x = arrays[leaf.name]
+      if leaf.name not in self.chosen or x.sharding == leaf.source:
+        layout = True
+      else:
+        layout = x.sharding.is_equivalent_to(leaf.source, len(leaf.shape))
+      if not layout or (x.shape, x.dtype) != (leaf.shape, leaf.dtype):
+        raise types.InputError(
+          f"publish {leaf.name}: expected {leaf.dtype}{list(leaf.shape)} in "
+          f"{leaf.source}, got {x.dtype}{list(x.shape)} in {x.sharding}. "
+          "Publish the weights that were planned."
+        )
+      if leaf.name in self.chosen:
+        arrays[leaf.name] = bridge.view(x, leaf.source)
+    return arrays
+
+  def _kept(self, kept: types.Tree | None) -> dict[str, jax.Array]:
+    """Returns what stays of the previous weights."""
+    stay = [leaf for leaf in self.leaves if leaf.name not in self.chosen]
+    if not stay:
+      return {}
+    if kept is None:
+      raise types.InputError(
+        f"publish: expected kept weights for {_names(stay)}, got None. Pass "
+        "what was published before."
+      )
+    arrays = _matching("publish (kept)", kept, self.leaves, self.structure)
+    for leaf in stay:
+      x = arrays[leaf.name]
+      alike = (x.shape, x.dtype) == (leaf.shape, leaf.cast)
+      if not alike or x.sharding != leaf.goal:
+        raise types.InputError(
+          f"publish (kept) {leaf.name}: expected {leaf.cast}"
+          f"{list(leaf.shape)} in {leaf.goal}, got {x.dtype}{list(x.shape)} in "
+          f"{x.sharding}. Keep what this plan published."
+        )
+    return {leaf.name: arrays[leaf.name] for leaf in stay}
+
+  def _free(self, retired: types.Tree) -> None:
+    """Deletes what is about to be sent anew; never the trainer's buffers."""
+    old = _matching("publish (retired)", retired, self.leaves, self.structure)
+    for way in self.ways:
+      for leaf in way.leaves:
+        old[leaf.name].delete()
 
 
 def plan(
@@ -117,14 +195,20 @@ def plan(
   target: types.Tree,
   shapes: types.Tree,
   target_dtype: jax.typing.DTypeLike,
+  *,
+  chunk_bytes: int | None = None,
 ) -> Publisher:
   """Plans the way of all weights from the training to the generation mesh.
 
   Args:
-    source: `NamedSharding` of each leaf where it trains, all on one mesh.
-    target: the same where it generates. The two meshes may share devices.
+    source: `NamedSharding` of each leaf where it trains, all on one mesh, with
+      Auto or Explicit axes.
+    target: the same where it generates. The two meshes may share devices. With
+      several processes, a mesh of this process's devices.
     shapes: `ShapeDtypeStruct` of each leaf as trained.
     target_dtype: dtype that generation holds floating leaves in.
+    chunk_bytes: most bytes, of one copy as published, that travel at once; a
+      larger leaf travels alone. None sends all together.
 
   Returns:
     A publisher. It compiles on its first call only, and no array passes
@@ -132,278 +216,115 @@ def plan(
     are published as they are, which costs nothing.
 
   Raises:
-    InputError: a leaf is missing, extra or does not fit its sharding; names it.
+    InputError: a leaf is missing, extra or does not fit its sharding, or the
+      meshes do not fit the processes; names it.
   """
-  leaves, structure = _join(source, target, shapes, jnp.dtype(target_dtype))
-  home = _only_mesh("source", [leaf.source for leaf in leaves])
-  away = _only_mesh("target", [leaf.target for leaf in leaves])
-  moving = [leaf for leaf in leaves if not leaf.is_alias]
-  in_place = list(home.devices.flat) == list(away.devices.flat)
+  if chunk_bytes is not None and chunk_bytes < 1:
+    raise types.InputError(
+      f"publish.chunk_bytes: expected at least 1, got {chunk_bytes}. Use None "
+      "to send all leaves together."
+    )
+  froms, goals, wholes = map(_by_name, (source, target, shapes))
+  _same_names("publish (trained shardings)", goals, froms)
+  _same_names("publish (trained shapes)", goals, wholes)
+  home = bridge.auto(_only_mesh("source", froms))
+  away = bridge.auto(_only_mesh("target", goals))
+  _check_processes(home, away)
+  cast = jnp.dtype(target_dtype)
+  leaves = tuple(
+    _leaf(
+      name,
+      wholes[name],
+      cast if jnp.issubdtype(wholes[name].dtype, jnp.floating) else None,
+      source=_Sharding(home, froms[name].spec),
+      goal=goal,
+      away=away,
+    )
+    for name, goal in goals.items()
+  )
+  return _publisher(
+    leaves,
+    frozenset(goals),
+    structure=jax.tree.structure(target),
+    between=(home, away),
+    chunk_bytes=chunk_bytes,
+  )
 
-  def check(arrays: list[jax.Array]) -> dict[str, jax.Array]:
-    return {
-      leaf.name: checksum(array, leaf.target)
-      for leaf, array in zip(moving, arrays, strict=True)
-    }
 
+def _publisher(
+  leaves: tuple[bridge.Leaf, ...],
+  chosen: frozenset[str],
+  *,
+  structure: Any,
+  between: tuple[_Mesh, _Mesh],
+  chunk_bytes: int | None,
+) -> Publisher:
+  home, away = between
+  sent = [leaf for leaf in leaves if leaf.name in chosen]
+  moving = [leaf for leaf in sent if not leaf.is_alias]
+  chunks = _chunks(moving, chunk_bytes)
   return Publisher(
     leaves=leaves,
-    aliases=len(moving) < len(leaves),
-    bytes=sum(_missing_bytes(leaf) for leaf in leaves),
+    chosen=chosen,
+    aliases=any(leaf.is_alias for leaf in leaves),
+    bytes=sum(_missing_bytes(leaf) for leaf in sent),
     structure=structure,
-    send=(_within if in_place else _across)(home, away, moving),
-    check=_compile(away, check),
+    home=home,
+    away=away,
+    chunk_bytes=chunk_bytes,
+    ways=tuple(bridge.build(home, away, tuple(chunk)) for chunk in chunks),
   )
 
 
-def verify(fingerprints: tuple[types.Tree, types.Tree]) -> None:
-  """Compares the checksums of both sides, of every copy; waits for them.
-
-  Raises:
-    RunError: some copy of a leaf is not what was trained; names the leaf.
-  """
-  before, after = fingerprints
-  differ = []
-  for name in sorted({*before, *after}):
-    copies = [side[name] for side in (before, after) if name in side]
-    shards = [s for copy in copies for s in copy.addressable_shards]
-    values = {int(np.asarray(shard.data)[0]) for shard in shards}
-    if len(copies) < 2 or len(values) > 1:
-      differ.append(name)
-  if differ:
-    raise types.RunError(
-      "publish: expected equal checksums on both meshes, got others for "
-      f"{', '.join(differ)}. Do not train on what these weights sampled."
-    )
-
-
-def checksum(x: Array, sharding: _Sharding) -> UInt32[Array, " devices"]:
-  """Sums a hash of each element's bits and place, modulo 2**32.
-
-  Args:
-    x: elements of at most 32 bits.
-    sharding: how `x` lies.
-
-  Returns:
-    For each device the checksum of the copy that it holds a part of. It is the
-    same in any sharding, and another one after any change of one element.
-  """
-  dims = _axes_of_dims(sharding.spec, x.ndim)
-  axes = tuple(itertools.chain.from_iterable(dims))
-
-  def local(block: jax.Array) -> jax.Array:
-    place = jnp.zeros(block.shape, jnp.uint32)
-    for dim, (names, size) in enumerate(zip(dims, x.shape, strict=True)):
-      at = jax.lax.broadcasted_iota(jnp.uint32, block.shape, dim)
-      if names:
-        number = jax.lax.axis_index(names).astype(jnp.uint32)
-        at = at + number * jnp.uint32(block.shape[dim])
-      place = place * jnp.uint32(size) + at
-    word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(block, word).astype(jnp.uint32)
-    total = jnp.sum(_mix(bits, place), dtype=jnp.uint32)
-    return (jax.lax.psum(total, axes) if axes else total)[None]
-
-  return jax.shard_map(
-    local,
-    mesh=sharding.mesh,
-    in_specs=jax.P(*dims),
-    out_specs=jax.P(sharding.mesh.axis_names),
-  )(x)
-
-
-def _mix(bits: jax.Array, place: jax.Array) -> jax.Array:
-  """Hashes a value at its place; one-to-one in `bits` at any one place.
-
-  Ends as MurmurHash3 does (Appleby 2011), so that elements that change places
-  change the sum like random numbers.
-  """
-  h = bits + place * jnp.uint32(0x9E3779B1)
-  h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-  h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-  return h ^ (h >> 16)
-
-
-def _compile(mesh: _Mesh, fn: Callable, **options) -> Callable:
-  """Compiles `fn` for `mesh`, whatever mesh the caller has set."""
-  compiled = jax.jit(fn, **options)
-
-  def call(arrays: list[jax.Array]):
-    with jax.set_mesh(mesh):
-      return compiled(arrays)
-
-  return call
-
-
-def _on_source(
-  home: _Mesh, leaves: list[Leaf], lay: Callable, shardings: list[_Sharding]
-) -> Callable:
-  """Compiles the program of the source: cast, checksum, lay out."""
-
-  def program(arrays: list[jax.Array]):
-    out, sums = [], {}
-    for leaf, array in zip(leaves, arrays, strict=True):
-      cast = array.astype(leaf.cast)
-      sums[leaf.name] = checksum(cast, leaf.source)
-      out.append(lay(cast, leaf))
-    return out, sums
-
-  # An output with a sharding of its own is never the buffer of an input.
-  return _compile(home, program, out_shardings=(shardings, None))
-
-
-def _within(home: _Mesh, away: _Mesh, leaves: list[Leaf]) -> Callable:
-  """Casts and reshards on the devices where the weights already are."""
-  goals = [leaf.target for leaf in leaves]
-  return _on_source(
-    home, leaves, lambda x, leaf: _halfway(x, leaf, away), goals
+def _leaf(
+  name: str,
+  whole: jax.ShapeDtypeStruct,
+  cast: np.dtype | None,
+  *,
+  source: _Sharding,
+  goal: _Sharding,
+  away: _Mesh,
+) -> bridge.Leaf:
+  """Joins what is known of a leaf; `cast` None keeps its dtype."""
+  shape, dtype = whole.shape, whole.dtype
+  target = _Sharding(away, goal.spec)
+  for sharding in (source, target):
+    _fits(name, shape, sharding)
+  # Other processes' devices hold parts that this one's target does not need.
+  held = {
+    device: box
+    for device, box in source.devices_indices_map(shape).items()
+    if device.process_index == jax.process_index() or jax.process_count() == 1
+  }
+  is_alias = held == target.devices_indices_map(shape)
+  return bridge.Leaf(
+    name=name,
+    shape=shape,
+    dtype=dtype,
+    cast=cast or dtype,
+    source=source,
+    target=target,
+    goal=goal,
+    is_alias=is_alias and cast in (None, dtype),
   )
 
 
-def _across(home: _Mesh, away: _Mesh, leaves: list[Leaf]) -> Callable:
-  """Casts and reshards on the source, then copies shard by shard.
-
-  Each target axis is a coarse times a fine one. On the source a device holds
-  one coarse part, cut into arrays along the fine axes; array j goes to the
-  target devices at place j of the fine axes, one to one.
-  """
-  splits = _split_axes(home.size, away, leaves)
-  names = away.axis_names
-  coarse = [splits[name][0] for name in names]
-  bridge = meshes.over(home.devices.reshape(-1, *coarse), (_COPY, *names))
-  senders = [meshes.over(devices, names) for devices in bridge.devices]
-  receivers = _receivers(away, splits)
-
-  program = _on_source(
-    home,
-    leaves,
-    lambda x, leaf: _cut(_halfway(x, leaf, bridge), leaf, bridge, splits),
-    [_Sharding(bridge, leaf.target.spec) for leaf in leaves],
-  )
-
-  def send(arrays: list[jax.Array]) -> tuple[list[jax.Array], types.Tree]:
-    pieces, sums = program(arrays)
-    arrived: list[_Shards] = [{} for _ in leaves]
-    for number, (place, receiver) in enumerate(receivers):
-      # Copies on the source take turns, so that no device sends everything.
-      sender = senders[number % len(senders)]
-      parts, goals = [], []
-      for leaf, piece in zip(leaves, pieces, strict=True):
-        own = tuple(place[name] for name in leaf.axes)
-        parts.append(_view(piece[own], _Sharding(sender, leaf.target.spec)))
-        goals.append(_Sharding(receiver, leaf.target.spec))
-      # Never `donate=True`: across devices it frees memory still in use.
-      there = jax.device_put(parts, goals)
-      for shards, part in zip(arrived, there, strict=True):
-        shards.update(_by_device(part))
-    out = [
-      _assemble(leaf.shape, leaf.target, shards)
-      for leaf, shards in zip(leaves, arrived, strict=True)
-    ]
-    return out, sums
-
-  return send
+def _chunks(
+  leaves: list[bridge.Leaf], chunk_bytes: int | None
+) -> list[list[bridge.Leaf]]:
+  """Groups leaves, in their order, into as few chunks as bytes allow."""
+  chunks, room = [], 0
+  for leaf in leaves:
+    size = int(np.prod(leaf.shape)) * leaf.cast.itemsize
+    if not chunks or (chunk_bytes is not None and size > room):
+      chunks.append([])
+      room = chunk_bytes or 0
+    chunks[-1].append(leaf)
+    room -= size
+  return chunks
 
 
-def _split_axes(
-  count: int, away: _Mesh, leaves: list[Leaf]
-) -> dict[str, tuple[int, int]]:
-  """Splits target axes into (coarse, fine); the coarse ones divide `count`.
-
-  Axes that split weights go first: a source device then holds the least.
-  """
-  used = {name for leaf in leaves for name in leaf.axes}
-  splits = {}
-  for name in sorted(away.axis_names, key=lambda name: name not in used):
-    coarse = math.gcd(away.shape[name], count)
-    splits[name] = (coarse, away.shape[name] // coarse)
-    count //= coarse
-  return splits
-
-
-def _receivers(
-  away: _Mesh, splits: Mapping[str, tuple[int, int]]
-) -> list[tuple[dict[str, int], _Mesh]]:
-  """Lists each place on the fine axes with its mesh of the coarse shape."""
-  names = away.axis_names
-  devices = away.devices.reshape([n for name in names for n in splits[name]])
-  out = []
-  for at in itertools.product(*(range(splits[name][1]) for name in names)):
-    index = tuple(i for n in at for i in (slice(None), n))
-    place = dict(zip(names, at, strict=True))
-    out.append((place, meshes.over(devices[index], names)))
-  return out
-
-
-def _cut(
-  x: jax.Array,
-  leaf: Leaf,
-  bridge: _Mesh,
-  splits: Mapping[str, tuple[int, int]],
-) -> dict[tuple, jax.Array]:
-  """Cuts a leaf along the fine axes: place on `leaf.axes` to an array."""
-  shape, layout, small = [], [], []
-  for size, names in zip(x.shape, leaf.dims, strict=True):
-    both = [n for name in names for n in splits[name]]
-    shape += [*both, size // math.prod(both)]
-    layout += [part for name in names for part in (name, None)] + [None]
-    small.append(size // math.prod(splits[name][1] for name in names))
-  x = x.reshape(shape)
-  x = jax.lax.with_sharding_constraint(x, _Sharding(bridge, jax.P(*layout)))
-  out = {}
-  for at in itertools.product(*(range(splits[n][1]) for n in leaf.axes)):
-    place = iter(at)
-    index = []
-    for names in leaf.dims:
-      index += [i for _ in names for i in (slice(None), next(place))]
-      index.append(slice(None))
-    out[at] = x[tuple(index)].reshape(small)
-  return out
-
-
-def _halfway(x: jax.Array, leaf: Leaf, mesh: _Mesh) -> jax.Array:
-  """Lets XLA split a leaf the new way before it gathers the old way.
-
-  From one split dim straight to another, XLA gathers the whole leaf on each
-  device. In between, axes that will hold copies go on splitting the old dim.
-  """
-  spare = [name for name in mesh.axis_names if name not in leaf.axes]
-  parts = math.prod(mesh.shape[name] for name in spare)
-  old = _axes_of_dims(leaf.source.spec, x.ndim)
-  for dim, names in enumerate(old):
-    free = names and not leaf.dims[dim]
-    if leaf.axes and free and x.shape[dim] % parts == 0:
-      layout = [*leaf.dims]
-      layout[dim] = tuple(spare)
-      to = _Sharding(mesh, jax.P(*layout))
-      return jax.lax.with_sharding_constraint(x, to)
-  return x
-
-
-def _axes_of_dims(spec: _Spec, ndim: int) -> list[tuple[str, ...]]:
-  entries = (*spec, *(None,) * (ndim - len(spec)))
-  return [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
-
-
-def _by_device(x: jax.Array) -> _Shards:
-  return {shard.device: shard.data for shard in x.addressable_shards}
-
-
-def _assemble(
-  shape: tuple[int, ...], sharding: _Sharding, shards: _Shards
-) -> jax.Array:
-  here = [shards[device] for device in sharding.addressable_devices]
-  return jax.make_array_from_single_device_arrays(shape, sharding, here)
-
-
-def _view(x: jax.Array, sharding: _Sharding) -> jax.Array:
-  """Returns the same buffers, or one copy of them, under another sharding."""
-  if x.sharding == sharding:
-    return x
-  return _assemble(x.shape, sharding, _by_device(x))
-
-
-def _missing_bytes(leaf: Leaf) -> int:
+def _missing_bytes(leaf: bridge.Leaf) -> int:
   """Counts bytes of target shards that their devices do not hold."""
   have = leaf.source.devices_indices_map(leaf.shape)
   total = 0
@@ -418,38 +339,28 @@ def _missing_bytes(leaf: Leaf) -> int:
   return total * leaf.cast.itemsize
 
 
-def _join(
-  source: types.Tree,
-  target: types.Tree,
-  shapes: types.Tree,
-  target_dtype: np.dtype,
-) -> tuple[tuple[Leaf, ...], Any]:
-  """Joins three trees by leaf name, or says which leaf has no partner."""
-  goals, froms, wholes = map(_by_name, (target, source, shapes))
-  _same_names("publish (trained shardings)", goals, froms)
-  _same_names("publish (trained shapes)", goals, wholes)
-  leaves = []
-  for name, goal in goals.items():
-    shape, dtype = wholes[name].shape, wholes[name].dtype
-    cast = target_dtype if jnp.issubdtype(dtype, jnp.floating) else dtype
-    for sharding in (froms[name], goal):
-      _fits(name, shape, sharding)
-    leaves.append(
-      Leaf(
-        name=name,
-        shape=shape,
-        dtype=dtype,
-        cast=cast,
-        source=froms[name],
-        target=goal,
-      )
-    )
-  return tuple(leaves), jax.tree.structure(target)
-
-
 def _by_name(tree: types.Tree) -> dict:
   flat, _ = jax.tree.flatten_with_path(tree)
   return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
+
+
+def _names(leaves: Sequence[bridge.Leaf]) -> str:
+  return ", ".join(leaf.name for leaf in leaves)
+
+
+def _matching(
+  place: str,
+  tree: types.Tree,
+  leaves: tuple[bridge.Leaf, ...],
+  structure: Any,
+) -> dict[str, jax.Array]:
+  """Returns the arrays of a tree by name, which must be the engine's."""
+  flat, given = jax.tree.flatten(tree)
+  if given == structure:
+    return {leaf.name: x for leaf, x in zip(leaves, flat, strict=True)}
+  arrays = _by_name(tree)
+  _same_names(place, {leaf.name: leaf for leaf in leaves}, arrays)
+  return arrays
 
 
 def _same_names(place: str, engine: Mapping, given: Mapping) -> None:
@@ -473,28 +384,27 @@ def _fits(name: str, shape: tuple[int, ...], sharding: _Sharding) -> None:
     ) from error
 
 
-def _only_mesh(kind: str, shardings: list[_Sharding]) -> _Mesh:
-  mesh = shardings[0].mesh
-  if isinstance(mesh, _Mesh) and all(s.mesh == mesh for s in shardings):
+def _only_mesh(kind: str, shardings: Mapping[str, _Sharding]) -> _Mesh:
+  found = {sharding.mesh for sharding in shardings.values()}
+  mesh = next(iter(found))
+  if len(found) == 1 and isinstance(mesh, _Mesh):
     return mesh
   raise types.InputError(
     f"publish: expected all {kind} leaves on one mesh of devices, got "
-    f"{len({s.mesh for s in shardings})} meshes. Place the whole tree on one."
+    f"{len(found)} meshes. Place the whole tree on one."
   )
 
 
-def _as_planned(
-  params: types.Tree, leaves: tuple[Leaf, ...]
-) -> list[jax.Array]:
-  arrays = _by_name(params)
-  _same_names("publish", {leaf.name: leaf for leaf in leaves}, arrays)
-  for leaf in leaves:
-    x = arrays[leaf.name]
-    alike = (x.shape, x.dtype) == (leaf.shape, leaf.dtype)
-    if not (alike and x.sharding.is_equivalent_to(leaf.source, x.ndim)):
-      raise types.InputError(
-        f"publish {leaf.name}: expected {leaf.dtype}{list(leaf.shape)} in "
-        f"{leaf.source}, got {x.dtype}{list(x.shape)} in {x.sharding}. Publish "
-        "the weights that were planned."
-      )
-  return [arrays[leaf.name] for leaf in leaves]
+def _check_processes(home: _Mesh, away: _Mesh) -> None:
+  """Refuses meshes between which a copy would leave its process."""
+  if not bridge.own_devices(home):
+    raise types.InputError(
+      "publish: expected training devices in every process that publishes, got "
+      f"none in process {jax.process_index()}. Train on devices of all."
+    )
+  foreign = len(away.devices.flat) - len(bridge.own_devices(away))
+  if foreign:
+    raise types.InputError(
+      "publish: expected a generation mesh of this process's own devices, got "
+      f"{foreign} of others. Give each process a generation mesh of its own."
+    )

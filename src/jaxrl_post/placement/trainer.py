@@ -16,6 +16,9 @@ from jaxrl_post.training import step
 
 Metrics = dict[str, jax.Array]
 
+# Memory of the host that a device copies to and from without a detour.
+_HOST = "pinned_host"
+
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
@@ -24,12 +27,15 @@ class Trainer:
   Attributes:
     abstract: shapes and shardings of the state, to restore it into.
     start: weights to the state before the first update.
+    put: places a batch of the host, the same in every process, of which each
+      keeps its own rows.
     score: see `training.step.score`.
     update: see `training.step.update`; the state it is given is used up.
   """
 
   abstract: types.TrainState
   start: Callable[[types.Tree], types.TrainState]
+  put: Callable[[types.Batch], types.Batch]
   score: Callable[[types.TrainState, types.Batch], types.Batch]
   update: Callable[
     [types.TrainState, types.Batch], tuple[types.TrainState, Metrics]
@@ -46,6 +52,7 @@ def build(
   microbatches: int,
   key: jax.Array,
   keep_params: bool,
+  park: bool,
   lock: contextlib.AbstractContextManager[Any],
 ) -> Trainer:
   """Places the steps of one loss and one optimizer.
@@ -60,14 +67,17 @@ def build(
     key: the run's key.
     keep_params: leave the weights alive in `update`, because the policy is an
       alias of them; otherwise their memory is used again.
+    park: keep the optimizer's state in the host's memory between updates.
     lock: held around every launch.
 
   Returns:
     The steps.
+
+  Raises:
+    InputError: the devices have no such memory.
   """
   # A tree of shardings takes the record's place: not arrays, hence Any.
   whole: Any = jax.sharding.NamedSharding(mesh, jax.P())
-  rows = meshes.batch_sharding(mesh)
   shapes = jax.eval_shape(
     functools.partial(step.init, optimizer=optimizer), params, key
   )
@@ -90,16 +100,19 @@ def build(
   def start(params: types.Tree, key: jax.Array) -> types.TrainState:
     return step.init(params, key, optimizer)
 
-  @functools.partial(jax.jit, in_shardings=(by_leaf, rows), out_shardings=rows)
+  @functools.partial(jax.jit, in_shardings=(by_leaf, None))
   def score(params: types.Tree, batch: types.Batch) -> types.Batch:
-    return step.score(
+    scored = step.score(
       params, batch, decoder=decoder, algo=algo, microbatches=microbatches
+    )
+    return jax.tree.map(
+      lambda x: jax.lax.with_sharding_constraint(x, _lie(mesh, x)), scored
     )
 
   # Weights and the rest apart: only the rest may always be donated.
   @functools.partial(
     jax.jit,
-    in_shardings=(by_leaf, dataclasses.replace(shardings, params=None), rows),
+    in_shardings=(by_leaf, dataclasses.replace(shardings, params=None), None),
     out_shardings=(shardings, whole),
     donate_argnums=(1,) if keep_params else (0, 1),
   )
@@ -113,19 +126,72 @@ def build(
       microbatches=microbatches,
     )
 
-  def launch(program: Callable[..., Any], *args: Any) -> Any:
+  def put(batch: types.Batch) -> types.Batch:
+    return jax.tree.map(
+      lambda x: jax.make_array_from_process_local_data(
+        _lie(mesh, x), x, x.shape
+      ),
+      batch,
+    )
+
+  resting = _parked(shardings, mesh) if park else shardings
+
+  def move(state: types.TrainState, to: types.TrainState) -> types.TrainState:
+    """Brings the optimizer's state to its place for the next stage."""
+    if not park:
+      return state
+    moved = jax.device_put(state.opt_state, to.opt_state)
+    return dataclasses.replace(state, opt_state=moved)
+
+  def launch_start(params: types.Tree) -> types.TrainState:
     with lock:
-      return program(*args)
+      return move(start(params, key), resting)
+
+  def launch_score(state: types.TrainState, batch: types.Batch) -> types.Batch:
+    with lock:
+      return score(state.params, batch)
+
+  def launch_update(
+    state: types.TrainState, batch: types.Batch
+  ) -> tuple[types.TrainState, Metrics]:
+    with lock:
+      rest = dataclasses.replace(move(state, shardings), params=None)
+      new, metrics = update(state.params, rest, batch)
+      return move(new, resting), metrics
 
   return Trainer(
     abstract=jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
       shapes,
-      shardings,
+      resting,
     ),
-    start=lambda params: launch(start, params, key),
-    score=lambda state, batch: launch(score, state.params, batch),
-    update=lambda state, batch: launch(
-      update, state.params, dataclasses.replace(state, params=None), batch
+    start=launch_start,
+    put=put,
+    score=launch_score,
+    update=launch_update,
+  )
+
+
+def _lie(mesh: jax.sharding.Mesh, x: Any) -> jax.sharding.NamedSharding:
+  """Says how an array of a batch lies: by rows, or by rows and tokens."""
+  by_token = x.ndim == 2
+  return (meshes.token_sharding if by_token else meshes.batch_sharding)(mesh)
+
+
+def _parked(
+  shardings: types.TrainState, mesh: jax.sharding.Mesh
+) -> types.TrainState:
+  """Returns shardings with the optimizer's state in the host's memory."""
+  device = mesh.local_mesh.devices.flat[0]
+  kinds = sorted(memory.kind for memory in device.addressable_memories())
+  if _HOST not in kinds:
+    raise types.InputError(
+      f"placement.park: expected devices with {_HOST} memory, got "
+      f"{device.platform} with {', '.join(kinds)}. Leave optimizer out."
+    )
+  return dataclasses.replace(
+    shardings,
+    opt_state=jax.tree.map(
+      lambda s: s.with_memory_kind(_HOST), shardings.opt_state
     ),
   )

@@ -7,14 +7,16 @@ folder without it is not a checkpoint, whatever killed its writer.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import pathlib
 import shutil
+import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,7 +29,8 @@ _STATE = "state"
 _META = "meta.json"
 _MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 24
-_DEADLINE_S = 1200.0
+# Longest wait for a save, in seconds.
+DEADLINE_S = 1200.0
 
 _log = logging.getLogger(__name__)
 
@@ -77,8 +80,25 @@ class Store:
   same order, on a folder they share.
   """
 
-  def __init__(self, folder: str | os.PathLike[str], cfg: Checkpoint) -> None:
-    """Opens the folder, or makes it; reads and deletes nothing."""
+  def __init__(
+    self,
+    folder: str | os.PathLike[str],
+    cfg: Checkpoint,
+    agree: Callable[[Callable[[], int | None]], int | None] = lambda f: f(),
+    launching: Callable[
+      [], contextlib.AbstractContextManager[Any]
+    ] = contextlib.nullcontext,
+  ) -> None:
+    """Opens the folder, or makes it; reads and deletes nothing.
+
+    Args:
+      folder: that all processes see.
+      cfg: how much to keep.
+      agree: gives every process what the function returns in the first one.
+      launching: entered while a save begins: with several processes, Orbax
+        launches programs on all devices then.
+    """
+    self._agree, self._launching = agree, launching
     self._folder = pathlib.Path(folder).absolute()
     self._folder.mkdir(parents=True, exist_ok=True)
     self._keep = cfg.keep
@@ -104,7 +124,7 @@ class Store:
       RunError: the save before did not end in time.
       OSError: or whatever else made the save before this one fail.
     """
-    self._settle(_DEADLINE_S)
+    self._settle(DEADLINE_S)
     if step == self._last:
       return
     text = json.dumps(meta)
@@ -113,7 +133,8 @@ class Store:
       # Left by a run that was killed while it wrote this step.
       _delete(path)
       path.mkdir()
-    response = ocp.save_async(str(path / _STATE), state)
+    with self._launching():
+      response = ocp.save_async(str(path / _STATE), state)
     self._running = self._worker.submit(
       self._finish, response, path, text, _describe(state)
     )
@@ -137,13 +158,28 @@ class Store:
       InputError: a leaf is missing, too many, or of another shape or dtype.
       RunError: there are complete checkpoints and all of them are damaged.
     """
-    self._settle(_DEADLINE_S)
+    self._settle(DEADLINE_S)
+    # A disk that one process sees later than another must not split them.
+    step = self._agree(self._newest)
+    if step is None:
+      return None
+    path = self._folder / str(step)
+    if not (path / _MANIFEST).exists():
+      raise types.InputError(
+        f"--workdir: expected a folder that all processes share, got {path} "
+        f"only at the first of them, not at {socket.gethostname()}. Use a "
+        "shared file system."
+      )
+    return self._load(path, step, abstract_state)
+
+  def _newest(self) -> int | None:
+    """Returns the newest step that is whole; warns of others on the way."""
     damaged = []
     for step in sorted(_steps(self._folder), reverse=True):
       path = self._folder / str(step)
       fault = _fault(path)
       if fault is None:
-        return self._load(path, step, abstract_state)
+        return step
       _log.warning(
         "checkpoint %s is not whole (%s); looking for the one before it",
         path,
@@ -159,7 +195,7 @@ class Store:
       )
     return None
 
-  def close(self, deadline: float = _DEADLINE_S) -> None:
+  def close(self, deadline: float = DEADLINE_S) -> None:
     """Waits for the running save.
 
     Args:
@@ -204,7 +240,7 @@ class Store:
     meta: str,
     leaves: dict[str, str],
   ) -> None:
-    response.result(_DEADLINE_S)
+    response.result(DEADLINE_S)
     if jax.process_index() != 0:
       return
     folder_lib.write(path / _META, meta)

@@ -127,8 +127,9 @@ class Engine:
     key: jax.Array,
     insert_width: int,
     dispatch: contextlib.AbstractContextManager[Any],
+    free_idle: bool = False,
   ) -> None:
-    """Allocates the cache.
+    """Allocates the cache on its first use.
 
     Args:
       compiled: the steps.
@@ -139,6 +140,8 @@ class Engine:
       insert_width: rows filled per insert; the group size.
       dispatch: held around every launch, so that all threads launch programs
         of the same devices in one order.
+      free_idle: give the cache's memory back whenever no completion is in
+        flight, until the next one. Nothing in it is needed then.
     """
     self._steps = compiled
     self._cfg = cfg
@@ -147,8 +150,8 @@ class Engine:
     self._key = key
     self._width = insert_width
     self._dispatch = dispatch
-    with dispatch:
-      self._state = compiled.empty()
+    self._free_idle = free_idle
+    self._state: steps.DecodeState | None = None
     self._rows: list[_Row | None] = [None] * cfg.rows
     self._waiting: collections.deque[_Waiting] = collections.deque()
     self._version: int | None = None
@@ -233,6 +236,8 @@ class Engine:
       if not block.active[index]:
         done.append(row.finished())
         self._rows[index] = None
+    if self._free_idle and not self.busy:
+      self._state = None
     return done
 
   def _refill(self, params: types.Tree) -> None:
@@ -288,13 +293,18 @@ class Engine:
     source = np.array(waiting.source, np.int32)
     with self._dispatch:
       self._state = self._steps.insert(
-        waiting.prefix, self._state, source, target, rows
+        waiting.prefix, self._allocated(), source, target, rows
       )
 
   def _decode(self, params: types.Tree) -> steps.Block:
     with self._dispatch:
-      self._state, block = self._steps.decode(params, self._state, self._key)
+      state = self._allocated()
+      self._state, block = self._steps.decode(params, state, self._key)
     return block
+
+  def _allocated(self) -> steps.DecodeState:
+    state, self._state = self._state, None  # The caller donates it.
+    return self._steps.empty() if state is None else state
 
 
 def generate(

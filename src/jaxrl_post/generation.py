@@ -1,0 +1,196 @@
+"""Who samples: the engine of this process, or one in every process."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from jaxrl_post import config, prepare, roles, types
+from jaxrl_post.envs import stream as streams
+from jaxrl_post.placement import generator, programs
+from jaxrl_post.runtime import hosts as hosts_lib
+from jaxrl_post.sampling import engine as engines
+from jaxrl_post.sampling import fleet as fleets
+from jaxrl_post.sampling import server as servers
+
+_ORDER, _REPORT = "order", "report"
+
+
+@runtime_checkable
+class Samplers(Protocol):
+  """What the loop asks of whoever samples."""
+
+  @property
+  def engine(self) -> streams.Engine:
+    """For the stream of training rollouts; of the head only."""
+    ...
+
+  def warm_up(self, policy: types.Policy) -> None:
+    """Compiles what sampling needs, before the clock starts."""
+    ...
+
+  def publish(self, policy: types.Policy) -> None:
+    """Takes newer weights; no token is sampled if they did not arrive whole."""
+    ...
+
+  def generate(
+    self, policy: types.Policy, requests: Sequence[types.Request]
+  ) -> list[types.Completion]:
+    """Samples an evaluation; one completion a uid, in order."""
+    ...
+
+  def metrics(self) -> dict[str, float]:
+    """Returns what `docs/metrics.md` has under `fleet/`; none of one engine."""
+    ...
+
+  def close(self) -> None:
+    """Ends threads and processes that sample."""
+    ...
+
+
+class Local:
+  """One engine, in the thread that asks."""
+
+  def __init__(self, cfg: config.Run, place: programs.Programs) -> None:
+    """Makes the engine of training; its memory is taken when it is used."""
+    assert place.engine is not None, "mode roles has others"
+    self._place = place
+    rollout_key, eval_key = generator.keys(cfg.seed)
+    self.engine = place.engine(rollout_key, cfg.group_size)
+    # An engine made anew for each: its cache is as large as that of training.
+    # The width of a group, so that it runs the very same programs.
+    self.tester = functools.partial(place.engine, eval_key, cfg.group_size)
+
+  def warm_up(self, policy: types.Policy) -> None:
+    """See `Samplers`."""
+    self.engine.warm_up(policy.params)
+
+  def publish(self, policy: types.Policy) -> None:
+    """See `Samplers`."""
+    self._place.verify(policy)
+
+  def generate(
+    self, policy: types.Policy, requests: Sequence[types.Request]
+  ) -> list[types.Completion]:
+    """See `Samplers`."""
+    self._place.verify(policy)
+    return engines.generate(self.tester(), policy, requests)
+
+  def metrics(self) -> dict[str, float]:
+    """See `Samplers`."""
+    return {}
+
+  def close(self) -> None:
+    """See `Samplers`."""
+
+
+class Spread:
+  """An engine in every process; the head hands out what they sample."""
+
+  def __init__(
+    self, cfg: config.Run, place: programs.Programs, hosts: hosts_lib.Hosts
+  ) -> None:
+    """Starts the server of this process; the head's fleet has all of them."""
+    self._local = Local(cfg, place)
+    self._hosts = hosts
+    self._server = servers.Server(
+      self._local.engine,
+      tester=self._local.tester,
+      verify=place.verify,
+      report=self._report,
+    )
+    self._fleet: fleets.Fleet | None = None
+    if hosts.is_head:
+      others = [_There(hosts, i) for i in range(1, hosts.count)]
+      self._fleet = fleets.Fleet(
+        [_Here(self._server), *others],
+        rows=place.engine_rows,
+        stall_s=cfg.stream.stall_s,
+      )
+      hosts.on(_REPORT, self._fleet.report)
+    else:
+      hosts.on(_ORDER, lambda _, order: self._server.submit(order))
+
+  @property
+  def engine(self) -> streams.Engine:
+    """See `Samplers`."""
+    assert self._fleet is not None, "the head's"
+    return self._fleet
+
+  def warm_up(self, policy: types.Policy) -> None:
+    """See `Samplers`."""
+    self._local.warm_up(policy)
+
+  def publish(self, policy: types.Policy) -> None:
+    """See `Samplers`. The server's own thread looks whether all arrived."""
+    if self._fleet is not None:
+      self._fleet.publish(policy)
+    else:
+      self._server.publish(policy)
+
+  def generate(
+    self, policy: types.Policy, requests: Sequence[types.Request]
+  ) -> list[types.Completion]:
+    """See `Samplers`."""
+    assert self._fleet is not None, "the head's"
+    return self._fleet.generate(policy, requests)
+
+  def metrics(self) -> dict[str, float]:
+    """See `Samplers`."""
+    return {} if self._fleet is None else self._fleet.metrics()
+
+  def close(self) -> None:
+    """See `Samplers`."""
+    self._server.close()
+
+  def _report(self, made: servers.Report) -> None:
+    if self._fleet is not None:
+      self._fleet.report(0, made)
+    else:
+      self._hosts.tell(_REPORT, made, to=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Here:
+  """The server of this process."""
+
+  server: servers.Server
+  name: str = "process 0 (this one)"
+
+  def submit(self, order: servers.Order) -> None:
+    self.server.submit(order)
+
+  def publish(self, policy: types.Policy) -> None:
+    self.server.publish(policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class _There:
+  """The server of another process, which takes its weights by itself."""
+
+  hosts: hosts_lib.Hosts
+  index: int
+
+  @property
+  def name(self) -> str:
+    return f"process {self.index}"
+
+  def submit(self, order: servers.Order) -> None:
+    self.hosts.tell(_ORDER, order, to=self.index)
+
+  def publish(self, policy: types.Policy) -> None:
+    pass
+
+
+def samplers(
+  cfg: config.Run,
+  parts: prepare.Parts,
+  place: programs.Programs,
+  hosts: hosts_lib.Hosts,
+) -> Samplers:
+  """Returns who samples in this run."""
+  if cfg.placement.mode == "roles":
+    return roles.Replicas(cfg, parts, place) if hosts.is_head else roles.Idle()
+  if hosts.count == 1:
+    return Local(cfg, place)
+  return Spread(cfg, place, hosts)
