@@ -4,6 +4,7 @@ Exit codes: 0 finished, 1 the run failed, 2 the user's input was wrong.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -141,6 +142,7 @@ def _hosts(
 def _run_in(hosts: hosts_lib.Hosts, cfg: config.Run) -> int:
   """Does what --mode says, in each of the processes."""
   parts = prepare.prepare(cfg)
+  _check_same(hosts, cfg, parts)
   plan = prepare.plan(cfg, parts, jax.device_count(), hosts.count)
   _say(hosts, f"{config.describe(cfg)}\n{plan}")
   if _MODE.value == "dry_run":
@@ -157,6 +159,21 @@ def _run_in(hosts: hosts_lib.Hosts, cfg: config.Run) -> int:
       _say(hosts, summary.text(summary.read(path)))
     _say(hosts, f"run folder: {path}")
   return 0
+
+
+def _check_same(
+  hosts: hosts_lib.Hosts, cfg: config.Run, parts: prepare.Parts
+) -> None:
+  """Refuses a process that was started for another run than the head's."""
+  digest = f"digest of data.train = {parts.data.train.digest}"
+  ours = [f"--mode={_MODE.value}", *config.describe(cfg).split("\n"), digest]
+  theirs = hosts.share(lambda: ours)
+  for here, there in itertools.zip_longest(ours, theirs, fillvalue="nothing"):
+    if here != there:
+      raise types.InputError(
+        f"process {hosts.index}: expected {there} as in process 0, got {here}. "
+        "Give all processes the same flags, experiment and data."
+      )
 
 
 def _open(cfg: config.Run, stack: contextlib.ExitStack) -> pathlib.Path:

@@ -81,3 +81,13 @@ def test_sigterm_to_any_process_ends_all_after_one_batch(tmp_path):
   assert "stopped by SIGTERM; the same command continues" in ends[0].out
   done = len(runs.metrics(tmp_path / "run"))
   assert runs.steps(tmp_path / "run") == [done]
+
+
+def test_a_process_with_other_settings_is_refused(tmp_path):
+  args = [runs.experiment(), "--workdir=run", *SPLIT]
+  with group.started(2, tmp_path, *args, more=["--set=seed=1"]) as processes:
+    ends = group.ended(processes)
+  assert [end.code for end in ends] == [2, 2]
+  rule = "process 1: expected seed = 0 as in process 0, got seed = 1."
+  assert rule in ends[0].err
+  assert rule in ends[1].err

@@ -16,18 +16,20 @@ _DEADLINE_S = 120.0
 
 @contextlib.contextmanager
 def started(
-  count: int, cwd: pathlib.Path, *args: str
+  count: int, cwd: pathlib.Path, *args: str, more: Sequence[str] = ()
 ) -> Iterator[list[subprocess.Popen]]:
   """Starts the program `count` times, with eight devices in all.
 
-  One process gets no word of others. All are killed at the end: what waits in
+  One process gets no word of others; the last gets `more` arguments. All are killed at the end: what waits in
   a collective does not listen to anything gentler.
   """
   devices = f"--set=placement.cpu_devices={DEVICES // count}"
   with contextlib.ExitStack() as stack:
+    launches = _launches(count)
+    launches[-1] += more
     yield [
       stack.enter_context(runs.started(cwd, *args, devices, *flags))
-      for flags in _launches(count)
+      for flags in launches
     ]
 
 
