@@ -105,13 +105,14 @@ def _run() -> int:
   if cfg.placement.cpu_devices is not None:
     jax.config.update("jax_num_cpu_devices", cfg.placement.cpu_devices)
   with contextlib.ExitStack() as stack:
-    if cfg.placement.mode == "roles":
+    if cfg.placement.mode == "roles" and _MODE.value != "dry_run":
       launch = stack.enter_context(
         roles.cluster(cfg.placement, launch, sys.argv[1:])
       )
     hosts = _hosts(launch, cfg.placement.peer_timeout_s)
-    # After JAX's own, which would only take note of the signal.
-    signal.signal(signal.SIGTERM, lambda *_: setattr(hosts, "stopping", True))
+    if _MODE.value == "train":
+      # After JAX's own, which would only take note of the signal.
+      signal.signal(signal.SIGTERM, lambda *_: setattr(hosts, "stopping", True))
     return _run_in(stack.enter_context(hosts), cfg)
 
 
@@ -152,8 +153,8 @@ def _run_in(hosts: hosts_lib.Hosts, cfg: config.Run) -> int:
   with contextlib.ExitStack() as stack:
     path = hosts.share(lambda: _open(cfg, stack))
     _say(hosts, f"run folder: {path}")
-    loop.run(cfg, parts, path, hosts)
-    if hosts.stopping:
+    state = loop.run(cfg, parts, path, hosts)
+    if hosts.stopping and int(state.step) < cfg.num_steps:
       _say(hosts, "stopped by SIGTERM; the same command continues")
     if hosts.is_head:
       _say(hosts, summary.text(summary.read(path)))

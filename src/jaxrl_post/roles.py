@@ -99,6 +99,7 @@ def _join(ray: Any, roles: settings.Roles) -> None:
   alone = address == "local"
   passed = {k: v for k, v in os.environ.items() if k.startswith(_PASSED)}
   if alone:
+    _check_private(roles)
     replica.check_cores(roles.training_cores + roles.generation_cores)
     # Nobody is told about a private cluster.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -120,8 +121,6 @@ def _join(ray: Any, roles: settings.Roles) -> None:
       f"got {address!r} ({_last_line(str(error))}). Start a cluster with ray "
       "start --head, or leave RAY_ADDRESS out to have one for this run."
     ) from error
-  if alone:
-    _check_resources(ray, roles)
 
 
 def _reach(address: str) -> None:
@@ -133,18 +132,18 @@ def _reach(address: str) -> None:
     raise ConnectionError(error) from error
 
 
-def _check_resources(ray: Any, roles: settings.Roles) -> None:
-  """Refuses what this machine, where nothing is added, does not have."""
-  if not roles.replica_resource:
-    return
-  others = roles.generation_replicas + roles.training_processes - 1
-  name, wanted = roles.replica_resource, others * roles.replica_devices
-  found = ray.cluster_resources().get(name, 0)
-  if found < wanted:
+def _check_private(roles: settings.Roles) -> None:
+  """Refuses replicas on the very devices that this process trains on.
+
+  Ray knows of those only if it has started this process, too.
+  """
+  name = roles.replica_resource
+  if name:
     raise types.InputError(
-      f"placement.roles.replica_resource: expected {wanted} {name} in all for "
-      f"{others} x {roles.replica_devices}, got {found:g} in Ray's cluster. "
-      "Ask for less, or join a larger cluster with RAY_ADDRESS."
+      f"placement.roles.replica_resource: expected RAY_ADDRESS of a cluster, "
+      f"got {name} in a private one, which does not know what this process "
+      "takes. Run ray start --head, and this program by ray job submit with "
+      "devices of its own: --entrypoint-num-gpus=N."
     )
 
 

@@ -141,7 +141,7 @@ def test_c113_one_device_or_eight(trained):
   ]
   np.testing.assert_allclose(*logprobs, atol=1e-5, rtol=0)
   for got, expected in zip(leaves(run), leaves(reference), strict=True):
-    np.testing.assert_allclose(got, expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(got, expected, atol=1e-5, rtol=0)
 
 
 def test_devices_are_those_that_were_asked_for(trained):

@@ -20,8 +20,9 @@ def started(
 ) -> Iterator[list[subprocess.Popen]]:
   """Starts the program `count` times, with eight devices in all.
 
-  One process gets no word of others; the last gets `more` arguments. All are killed at the end: what waits in
-  a collective does not listen to anything gentler.
+  One process gets no word of others; the last gets `more` arguments. All are
+  killed at the end: what waits in a collective does not listen to anything
+  gentler.
   """
   devices = f"--set=placement.cpu_devices={DEVICES // count}"
   with contextlib.ExitStack() as stack:

@@ -493,8 +493,8 @@ def test_the_batch_of_every_recipe_divides_over_its_devices(
 
 
 def test_the_examples_of_the_page_are_commands_of_ours():
-  text = SCALING.read_text(encoding="utf-8")
-  lines = re.findall(r"^python (-m .*?)(?: &)?$", text, re.MULTILINE)
+  command = r"^(?:ray job submit .* -- )?python (-m .*?)(?: &)?$"
+  lines = re.findall(command, SCALING.read_text(encoding="utf-8"), re.MULTILINE)
   assert len(lines) == 4
   for line in lines:
     read(shlex.split(line))
