@@ -167,7 +167,8 @@ def _check_same(
 ) -> None:
   """Refuses a process that was started for another run than the head's."""
   digest = f"digest of data.train = {parts.data.train.digest}"
-  ours = [f"--mode={_MODE.value}", *config.describe(cfg).split("\n"), digest]
+  flags_of_run = [f"--mode={_MODE.value}", f"--workdir={_WORKDIR.value}"]
+  ours = [*flags_of_run, *config.describe(cfg).split("\n"), digest]
   theirs = hosts.share(lambda: ours)
   for here, there in itertools.zip_longest(ours, theirs, fillvalue="nothing"):
     if here != there:

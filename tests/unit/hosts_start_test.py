@@ -211,3 +211,16 @@ def test_a_stranger_is_sent_away(message):
 def test_a_process_that_knows_the_secret_is_taken():
   number, name = greeted(framed(b"secret 2 node7, pid 12"))
   assert (number, name) == (2, "process 2 of 3 (node7, pid 12)")
+
+
+def test_a_port_that_somebody_uses_is_refused_before_jax_crashes_on_it():
+  with socket.create_server(("", 0)) as taken:
+    port = taken.getsockname()[1]
+    launch = hosts_lib.Launch(f"127.0.0.1:{port}", 2, 0)
+    with pytest.raises(types.InputError, match=f"nobody uses here, got {port}"):
+      hosts_lib.start(launch, 5.0)
+
+
+def test_a_run_of_no_process_is_refused_by_its_own_flag():
+  with pytest.raises(types.InputError, match="--num_processes: .* got 0"):
+    hosts_lib.Launch("here:1234", 0, 0)

@@ -146,8 +146,14 @@ def test_impossible_axes_are_refused_by_name() -> None:
     meshes.TrainingAxes(tensor=0)
   with pytest.raises(types.InputError, match="at most one axis of -1"):
     meshes.GenerationAxes(data=-1, tensor=-1)
-  with pytest.raises(types.InputError, match="cpu_devices"):
-    meshes.Placement(cpu_devices=0)
+  for number in (0, 513):
+    with pytest.raises(types.InputError, match=f"cpu_devices.* got {number}"):
+      meshes.Placement(cpu_devices=number)
+
+
+def test_what_is_parked_is_named_once() -> None:
+  with pytest.raises(types.InputError, match="park"):
+    meshes.Placement(park=("optimizer", "optimizer"))
 
 
 def test_an_unknown_mode_is_refused() -> None:

@@ -146,8 +146,9 @@ class Placement:
         f"got {self.generation_fraction}. Use mode colocated to share devices."
       )
     cpus = self.cpu_devices
-    settings.check("cpu_devices", cpus, "at least 1", cpus is None or cpus >= 1)
-    parks = set(self.park) <= {"optimizer", "cache"}
+    holds = cpus is None or 1 <= cpus <= 512
+    settings.check("cpu_devices", cpus, "1 to 512", holds)
+    parks = sorted(set(self.park) & {"optimizer", "cache"}) == sorted(self.park)
     settings.check("park", self.park, "optimizer, cache or both", parks)
     parks = not self.park or self.mode == "colocated"
     settings.check("park", self.park, f"nothing in mode {self.mode}", parks)

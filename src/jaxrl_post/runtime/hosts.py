@@ -10,6 +10,7 @@ import dataclasses
 import os
 import pickle
 import queue
+import socket
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from jaxrl_post.runtime import links as links_lib
 
 _T = TypeVar("_T")
 
+_QUIET_S = 10.0  # of waiting for the others, before it is said
 LEAVE_S = 60.0  # for all processes to be done
 # A process that has not compiled its programs yet may be this late, seconds.
 COLD_S = 1800.0
@@ -59,6 +61,11 @@ class Launch:
       return
     assert self.num_processes is not None
     assert self.process_id is not None
+    if self.num_processes < 1:
+      raise types.InputError(
+        f"--num_processes: expected at least 1, got {self.num_processes}. "
+        "Count this one, too."
+      )
     if not 0 <= self.process_id < self.num_processes:
       raise types.InputError(
         f"--process_id: expected 0 to {self.num_processes - 1} of "
@@ -246,8 +253,6 @@ class Hosts:
     if not self.is_head:
       self.tell(_AT, (place, limit_s))
 
-  # ---------------------------------------------------------------- messages
-
   def _read(self, number: int, link: "links_lib.Link") -> None:
     try:
       while True:
@@ -296,8 +301,6 @@ class Hosts:
           f"(placement.peer_timeout_s={self._silence_s:g})"
         )
 
-  # ------------------------------------------------------------ in lock step
-
   def _arrived(self, number: int, value: tuple[str, float]) -> None:
     place, limit_s = value
     with self._lock:
@@ -324,8 +327,6 @@ class Hosts:
       return f"process {number} of {self.count} (this one)"
     return self._links[number].name
 
-  # ------------------------------------------------------------------- ends
-
   def _leave(self) -> None:
     """Waits until all are done, so that nobody's end looks like a loss."""
     if self.is_head:
@@ -351,7 +352,8 @@ class Hosts:
 
   def _fail(self, error: BaseException) -> None:
     """Tells the others why this process ends, and ends it."""
-    if not isinstance(error, types.InputError | types.RunError):
+    known = types.InputError | types.RunError | KeyboardInterrupt
+    if not isinstance(error, known):
       # A collective fails as soon as a peer is gone; who is gone is known a
       # moment later, and says more.
       self._ending.wait(3.0)
@@ -359,6 +361,8 @@ class Hosts:
     me = f"process {self.index} of {self.count} ({links_lib.me()})"
     if isinstance(error, types.InputError):
       self._end(f"{me} failed: {first}", f"error: {error}", code=2)
+    elif isinstance(error, KeyboardInterrupt):
+      self._end(f"{me} was interrupted")
     else:
       traceback.print_exception(error)
       self._end(f"{me} failed: {type(error).__name__}: {first}")
@@ -381,7 +385,7 @@ class Hosts:
     for link in self._links.values():
       with contextlib.suppress(OSError):
         link.last_words(data)
-    advice = "; start them again to continue from the newest checkpoint"
+    advice = "; started again, they continue from the newest checkpoint, if any"
     if code == 2:
       advice = ""  # It would fail again.
     line = line or f"error: {reason}. All processes end{advice}."
@@ -418,8 +422,10 @@ def start(launch: Launch, silence_s: float) -> Hosts:
     within five minutes, this process ends with one line and exit code 1.
 
   Raises:
+    InputError: somebody uses the coordinator's port.
     RunError: JAX or the launcher refuses.
   """
+  _check_port(launch)
   address = launch.coordinator or "the address of the launcher"
   rule = (
     f"--coordinator: expected all processes at {address} within "
@@ -427,8 +433,10 @@ def start(launch: Launch, silence_s: float) -> Hosts:
   )
   # JAX would abort, with a stack of C++ and no word of what is missing.
   late = threading.Timer(links_lib.START_S, _give_up, [rule])
-  late.daemon = True
-  late.start()
+  waiting = threading.Timer(_QUIET_S, _say_waiting, [address])
+  for timer in (late, waiting):
+    timer.daemon = True
+    timer.start()
   try:
     jax.distributed.initialize(
       launch.coordinator,
@@ -444,6 +452,7 @@ def start(launch: Launch, silence_s: float) -> Hosts:
     raise types.RunError(f"{rule}, got: {error}") from error
   finally:
     late.cancel()
+    waiting.cancel()
   world = distributed.global_state
   # JAX leaves these unset until it is initialized.
   client: Any = world.client
@@ -455,6 +464,29 @@ def start(launch: Launch, silence_s: float) -> Hosts:
   else:
     links = {0: links_lib.connect(client, world.process_id, count, address)}
   return Hosts(world.process_id, links, count=count, silence_s=silence_s)
+
+
+def _check_port(launch: Launch) -> None:
+  """Refuses a port that somebody listens on; JAX would crash on it."""
+  if launch.process_id != 0 or launch.coordinator is None:
+    return
+  port = int(launch.coordinator.rpartition(":")[2])
+  try:
+    socket.create_server(("", port)).close()
+  except OSError as error:
+    raise types.InputError(
+      f"--coordinator: expected a port that nobody uses here, got {port} "
+      f"({error.strerror}). Choose another, or wait for the run that has it."
+    ) from error
+
+
+def _say_waiting(address: str) -> None:
+  print(
+    f"waiting for the other processes at {address}, up to "
+    f"{links_lib.START_S:g} s",
+    file=sys.stderr,
+    flush=True,
+  )
 
 
 def _give_up(rule: str) -> None:
