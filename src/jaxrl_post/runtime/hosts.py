@@ -316,11 +316,18 @@ class Hosts:
       left = [p.since for p in places.values() if p.count == most]
       for number, place in places.items():
         waited = time.monotonic() - min(left)
-        if place.count < most and waited > place.limit_s:
+        behind = place.count < most and waited > place.limit_s
+        if behind and not self._is_silent(number):
           self._end(
             f"{self._name(number)} is stuck in {place.name!r}: another one "
             f"left it {waited:.0f} s ago (placement.peer_timeout_s)"
           )
+
+  def _is_silent(self, number: int) -> bool:
+    """Whether beats are missing; `_beat` then says so, which is more."""
+    link = self._links.get(number)
+    beat_s = min(1.0, self._silence_s / 4)
+    return link is not None and time.monotonic() - link.heard > 3 * beat_s
 
   def _name(self, number: int) -> str:
     if number == self.index:
@@ -433,7 +440,9 @@ def start(launch: Launch, silence_s: float) -> Hosts:
   )
   # JAX would abort, with a stack of C++ and no word of what is missing.
   late = threading.Timer(links_lib.START_S, _give_up, [rule])
-  waiting = threading.Timer(_QUIET_S, _say_waiting, [address])
+  patience = f"waiting for the others at {address}, {links_lib.START_S:g} s"
+  to = {"file": sys.stderr, "flush": True}
+  waiting = threading.Timer(_QUIET_S, print, [patience], to)
   for timer in (late, waiting):
     timer.daemon = True
     timer.start()
@@ -478,15 +487,6 @@ def _check_port(launch: Launch) -> None:
       f"--coordinator: expected a port that nobody uses here, got {port} "
       f"({error.strerror}). Choose another, or wait for the run that has it."
     ) from error
-
-
-def _say_waiting(address: str) -> None:
-  print(
-    f"waiting for the other processes at {address}, up to "
-    f"{links_lib.START_S:g} s",
-    file=sys.stderr,
-    flush=True,
-  )
 
 
 def _give_up(rule: str) -> None:
