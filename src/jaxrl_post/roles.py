@@ -73,20 +73,21 @@ def cluster(
     InputError: Ray, its cluster, or what the placement asks of either is not
       there; or a launcher has started several processes.
   """
+  own, count = cfg.roles.training_cores, cfg.roles.training_processes
   if launch is not None:
     if not launch.process_id:
       raise types.InputError(
         "placement.mode=roles: expected one process, which starts the others, "
         "got one of several that a launcher has started. Launch one only."
       )
-    replica.pin(_cores(cfg.roles.training_cores, launch.process_id, cfg))
+    replica.pin(_cores(own, launch.process_id, count))
     yield launch
     return
   ray = _ray()
   # Before this process is pinned: all that Ray starts inherits its cores.
   _join(ray, cfg.roles)
   try:
-    replica.pin(_cores(cfg.roles.training_cores, 0, cfg))
+    replica.pin(_cores(own, 0, count))
     with _gang(ray, cfg, argv) as found:
       yield found
   finally:
@@ -147,11 +148,9 @@ def _check_private(roles: settings.Roles) -> None:
     )
 
 
-def _cores(
-  cores: tuple[int, ...], index: int, cfg: mesh.Placement
-) -> tuple[int, ...]:
-  """Deals out cores to the training processes."""
-  each = len(cores) // cfg.roles.training_processes
+def _cores(cores: tuple[int, ...], index: int, count: int) -> tuple[int, ...]:
+  """Deals out cores to `count` processes; returns those of one."""
+  each = len(cores) // count
   return cores[index * each : (index + 1) * each]
 
 
@@ -244,7 +243,6 @@ def recipes(cfg: config.Run, parts: prepare.Parts) -> list[replica.Recipe]:
   """Returns how to build each replica; together they have `sampling.rows`."""
   roles = cfg.placement.roles
   count, devices = roles.generation_replicas, roles.replica_devices
-  each = len(roles.generation_cores) // count
   recipe = replica.Recipe(
     decoder=dataclasses.replace(parts.decoder, dtype=cfg.sampling.dtype),
     sampling=dataclasses.replace(cfg.sampling, rows=cfg.sampling.rows // count),
@@ -254,9 +252,8 @@ def recipes(cfg: config.Run, parts: prepare.Parts) -> list[replica.Recipe]:
     seed=cfg.seed,
     cpu_devices=None if roles.replica_resource else devices,
   )
-  cores = roles.generation_cores
   return [
-    dataclasses.replace(recipe, cores=cores[i * each : (i + 1) * each])
+    dataclasses.replace(recipe, cores=_cores(roles.generation_cores, i, count))
     for i in range(count)
   ]
 
@@ -273,7 +270,8 @@ class Replicas:
     make = ray.remote(concurrency_groups={_LOAD: 1, _COLLECT: 1})(
       replica.Replica
     ).options(max_restarts=0, allow_out_of_order_execution=True, **asked)
-    shipper = _Shipper(ray, replica.Packer(place.outbox, place.locks[0]))
+    goals = {leaf.name: leaf.goal for leaf in place.publisher.leaves}
+    shipper = _Shipper(ray, replica.Packer(goals, place.locks[0]))
     plans = recipes(cfg, parts)
     self._members = [
       _Remote(

@@ -246,7 +246,7 @@ def test_what_does_not_divide_is_replicated_and_said_with_numbers(
   odd, dropped, words
 ) -> None:
   axes = meshes.GenerationAxes(1, tensor=4, expert=2)
-  mesh = meshes.generation_mesh(axes, jax.devices()[:8])
+  mesh = meshes.build(axes, jax.devices()[:8])
   spec = _spec(**odd)
   kept, message = meshes.fit_rules(spec, meshes.GENERATION_RULES, mesh)
   assert set(meshes.GENERATION_RULES) - set(kept) == dropped
@@ -264,8 +264,8 @@ def test_what_does_not_divide_is_replicated_and_said_with_numbers(
 
 def test_experts_are_split_on_either_side() -> None:
   devices = jax.devices()[:8]
-  train = meshes.training_mesh(meshes.TrainingAxes(expert=4), devices)
-  serve = meshes.generation_mesh(meshes.GenerationAxes(expert=4), devices)
+  train = meshes.build(meshes.TrainingAxes(expert=4), devices)
+  serve = meshes.build(meshes.GenerationAxes(expert=4), devices)
   for mesh, rules, width in (
     (train, meshes.TRAINING_RULES, "fsdp"),
     (serve, meshes.GENERATION_RULES, None),
@@ -276,10 +276,8 @@ def test_experts_are_split_on_either_side() -> None:
 
 def test_rows_are_split_over_all_axes_but_tensor_and_context() -> None:
   axes = meshes.TrainingAxes(1, 2, 1, expert=2, context=2)
-  train = meshes.training_mesh(axes, jax.devices()[:8])
-  serve = meshes.generation_mesh(
-    meshes.GenerationAxes(2, 2, expert=2), jax.devices()[:8]
-  )
+  train = meshes.build(axes, jax.devices()[:8])
+  serve = meshes.build(meshes.GenerationAxes(2, 2, expert=2), jax.devices()[:8])
   assert meshes.batch_sharding(train).shard_shape((8, 6)) == (2, 6)
   assert meshes.batch_sharding(serve).shard_shape((8, 6)) == (2, 6)
   assert meshes.token_sharding(train).shard_shape((8, 6)) == (2, 3)
@@ -299,11 +297,11 @@ def test_parts_count_the_rest() -> None:
 def test_tensor_groups_are_next_to_each_other_and_copies_far_apart() -> None:
   devices = jax.devices()[:8]
   axes = meshes.TrainingAxes(data=2, fsdp=1, tensor=2, expert=1, context=2)
-  train = meshes.training_mesh(axes, devices)
+  train = meshes.build(axes, devices)
   assert train.axis_names == ("data", "expert", "fsdp", "context", "tensor")
   assert list(train.devices[0, 0, 0].flat) == devices[:4]
   assert list(train.devices[1, 0, 0, 1]) == devices[6:]
-  serve = meshes.generation_mesh(meshes.GenerationAxes(2, 2, 2), devices)
+  serve = meshes.build(meshes.GenerationAxes(2, 2, 2), devices)
   assert serve.axis_names == ("data", "expert", "tensor")
   assert list(serve.devices[0, 1]) == devices[2:4]
 
@@ -311,9 +309,9 @@ def test_tensor_groups_are_next_to_each_other_and_copies_far_apart() -> None:
 def test_a_mesh_is_refused_that_does_not_fit_its_devices() -> None:
   devices = jax.devices()[:6]
   with pytest.raises(types.InputError, match="6 devices, got a product of 4"):
-    meshes.training_mesh(meshes.TrainingAxes(2, 2), devices)
+    meshes.build(meshes.TrainingAxes(2, 2), devices)
   with pytest.raises(types.InputError, match=r"together 4, divide, got 6\."):
-    meshes.generation_mesh(meshes.GenerationAxes(tensor=4), devices)
+    meshes.build(meshes.GenerationAxes(tensor=4), devices)
 
 
 # ----------------------------------------------------- roles, publish and park

@@ -14,19 +14,11 @@ import pytest
 from jaxrl_post import config, prepare, types
 from jaxrl_post.data import pack
 from jaxrl_post.models import decoder, spec, transformer
-from jaxrl_post.placement import mesh, programs, replica
+from jaxrl_post.placement import fingerprint, mesh, programs, replica
 from jaxrl_post.sampling import engine, server
 from tests.e2e import runs
 
-CONFIG = transformer.Config(
-  num_layers=1,
-  width=16,
-  num_heads=4,
-  num_kv_heads=2,
-  head_width=4,
-  ff_width=32,
-  vocab_size=8,
-)
+CONFIG = runs.configured().model.config
 RECIPE = replica.Recipe(
   decoder=decoder.Decoder(CONFIG),
   sampling=engine.Sampling(max_tokens=4, rows=8, block=4),
@@ -62,7 +54,7 @@ def _parts():
 
 @pytest.fixture(name="packer", scope="module")
 def _packer(parts):
-  return replica.Packer(parts[1], threading.RLock())
+  return replica.Packer(fingerprint.by_name(parts[1]), threading.RLock())
 
 
 def parcel(parts, packer, step: int) -> replica.Parcel:
@@ -226,7 +218,9 @@ def test_weights_that_are_packed_beside_an_update_are_those_before_it():
   place = on_one_device(cfg)
   assert place.publisher.aliases
   trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
-  packer = replica.Packer(place.outbox, place.locks[0])
+  packer = replica.Packer(
+    {leaf.name: leaf.goal for leaf in place.publisher.leaves}, place.locks[0]
+  )
   batch = trainer.put(batch_of(cfg))
   state = trainer.start(place.draw())
   with futures.ThreadPoolExecutor(1) as worker:
@@ -281,3 +275,13 @@ def test_cores_that_are_not_there_are_refused_in_words(granted):
   with pytest.raises(types.InputError, match=r"expected CPU cores of .*4096"):
     replica.pin((min(granted), 4096))
   assert os.sched_getaffinity(0) == granted
+
+
+def test_copies_that_differ_are_named_and_have_no_checksum():
+  sums = {
+    name: jax.numpy.asarray(found, "uint32")
+    for name, found in (("['a']", [7, 7]), ("['b']", [7, 8]))
+  }
+  with pytest.raises(types.RunError, match=r"got others of \['b'\]"):
+    replica._numbers(sums)
+  assert replica._numbers({"['a']": sums["['a']"]}) == {"['a']": 7}

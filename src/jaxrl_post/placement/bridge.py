@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.placement import fingerprint
+from jaxrl_post.placement import fingerprint, picking
 from jaxrl_post.placement import mesh as meshes
 
 _Mesh = jax.sharding.Mesh
@@ -147,7 +147,7 @@ def build(home: _Mesh, away: _Mesh, leaves: tuple[Leaf, ...]) -> Way:
   direct = [apart and _is_direct(leaf, bridge, splits) for leaf in leaves]
   program = _program(bridge, leaves, direct, splits)
   run = _call_on(home, program)
-  checking = _call_on(away, jax.jit(_checks(leaves)))
+  checking = fingerprint.checker({leaf.name: leaf.target for leaf in leaves})
   hops = _hops(bridge, away, leaves, splits)
   put = list(bridge.devices.flat) != list(away.devices.flat)
   whole = bridge.size == math.prod(coarse) and len(hops) == 1
@@ -171,27 +171,19 @@ def build(home: _Mesh, away: _Mesh, leaves: tuple[Leaf, ...]) -> Way:
     return out, sums
 
   def check(arrays: list[jax.Array]) -> types.Tree:
-    return checking(
-      [view(x, leaf.target) for x, leaf in zip(arrays, leaves, strict=True)]
-    )
+    pairs = zip(arrays, leaves, strict=True)
+    return checking({leaf.name: view(x, leaf.target) for x, leaf in pairs})
 
   return Way(leaves=leaves, home=home, program=program, send=send, check=check)
 
 
 def _by_process(home: _Mesh) -> np.ndarray:
   """Returns devices as [process, device], in one order everywhere."""
-  if jax.process_count() == 1:
+  count = jax.process_count()
+  if count == 1:
     return home.devices.reshape(1, -1)
-  groups: dict[int, list] = {}
-  for device in home.devices.flat:
-    groups.setdefault(device.process_index, []).append(device)
-  sizes = {process: len(group) for process, group in sorted(groups.items())}
-  if len(set(sizes.values())) > 1:
-    raise types.InputError(
-      "publish: expected equally many training devices in each process, got "
-      f"{sizes}. Choose a training mesh that takes as many from each."
-    )
-  return np.asarray([groups[process] for process in sizes])
+  groups = picking.by_process(list(home.devices.flat), count)
+  return np.asarray([*groups.values()])
 
 
 def _split_axes(
@@ -220,16 +212,6 @@ def _is_direct(
   laid = _Sharding(bridge, leaf.target.spec)
   here = leaf.source.devices_indices_map(leaf.shape)
   return here == laid.devices_indices_map(leaf.shape)
-
-
-def _checks(leaves: tuple[Leaf, ...]) -> Callable:
-  def check(arrays: list[jax.Array]) -> dict[str, jax.Array]:
-    return {
-      leaf.name: fingerprint.checksum(array, leaf.target)
-      for leaf, array in zip(leaves, arrays, strict=True)
-    }
-
-  return check
 
 
 def _program(

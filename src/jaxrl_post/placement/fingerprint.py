@@ -8,6 +8,8 @@ import functools
 import itertools
 import math
 import operator
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +80,37 @@ def checksum(
     in_specs=jax.P(*dims),
     out_specs=jax.P(sharding.mesh.axis_names),
   )(x)
+
+
+def by_name(tree: types.Tree) -> dict[str, Any]:
+  """Returns the leaves of a tree by key path, as checksums are named."""
+  flat, _ = jax.tree.flatten_with_path(tree)
+  return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
+
+
+def checker(
+  shardings: Mapping[str, jax.sharding.NamedSharding],
+) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+  """Compiles the checksums of arrays by name, on its first call.
+
+  Args:
+    shardings: how each lies, all on one mesh, with Auto axes.
+
+  Returns:
+    A function of arrays by name to their checksums by name, whatever mesh the
+    caller has set.
+  """
+  mesh: Any = next(iter(shardings.values())).mesh
+
+  @jax.jit
+  def check(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: checksum(x, shardings[name]) for name, x in arrays.items()}
+
+  def call(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    with jax.set_mesh(mesh):
+      return check(arrays)
+
+  return call
 
 
 def axes_of_dims(spec: jax.P, ndim: int) -> list[tuple[str, ...]]:

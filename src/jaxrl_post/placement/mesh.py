@@ -117,8 +117,9 @@ class Placement:
       only if, `training_devices` is.
     roles: which processes there are in mode roles.
     publish: how weights travel.
-    park: what lies in the host's memory while the other side uses the devices
-      of a colocated run: "optimizer" state, the engine's "cache", or both.
+    park: what gives its memory to the other side of a colocated run:
+      "optimizer" moves the optimizer's state to the host's memory between
+      updates; "cache" frees that of an engine with no completion in flight.
     peer_timeout_s: longest silence of another process, in seconds, before the
       run ends.
   """
@@ -285,34 +286,12 @@ def split(
     generate = picking.by_process(generate, processes)[process]
   axes = local_axes(cfg.generation, share.generation, processes)
   return Meshes(
-    training=training_mesh(cfg.training, train),
-    generation=generation_mesh(axes, generate),
+    training=build(cfg.training, train),
+    generation=build(axes, generate),
     idle=share.idle,
     shared=cfg.mode == "colocated",
     replicas=processes,
   )
-
-
-def training_mesh(
-  axes: TrainingAxes, devices: Sequence[Any]
-) -> jax.sharding.Mesh:
-  """Builds the training mesh over all these devices, in their order.
-
-  Raises:
-    InputError: the axes do not fit the devices; names both numbers.
-  """
-  return _build(axes, devices)
-
-
-def generation_mesh(
-  axes: GenerationAxes, devices: Sequence[Any]
-) -> jax.sharding.Mesh:
-  """Builds a generation mesh over all these devices, in their order.
-
-  Raises:
-    InputError: the axes do not fit the devices; names both numbers.
-  """
-  return _build(axes, devices)
 
 
 def local_axes(
@@ -491,9 +470,14 @@ def _sides(cfg: Placement, share: Shares) -> list[picking.Side]:
   return [picking.side(devices, sizes) for devices, sizes in both]
 
 
-def _build(
+def build(
   axes: TrainingAxes | GenerationAxes, devices: Sequence[Any]
 ) -> jax.sharding.Mesh:
+  """Builds the mesh of one side over all these devices, in their order.
+
+  Raises:
+    InputError: the axes do not fit the devices; names both numbers.
+  """
   sizes = _resolve(axes, len(devices))
   shape = tuple(sizes.values())
   return over(np.asarray(devices).reshape(shape), tuple(sizes))

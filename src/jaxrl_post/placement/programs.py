@@ -20,7 +20,7 @@ from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import spec as specs
 from jaxrl_post.models import transformer, weights
-from jaxrl_post.placement import fingerprint, generator, replica
+from jaxrl_post.placement import bridge, fingerprint, generator, replica
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.placement import publish as publishing
 from jaxrl_post.placement import trainer as trainers
@@ -44,7 +44,6 @@ class Programs:
     engine: allocates an engine, from a random key and a group size; None
       where other processes have them.
     engine_rows: completions in flight of one engine.
-    outbox: shardings of published weights.
     free_first: whether `publish` frees the old policy before it sends.
     locks: held while weights are sent: both meshes launch programs then.
   """
@@ -56,7 +55,6 @@ class Programs:
   publisher: publishing.Publisher
   engine: Callable[[jax.Array, int], engines.Engine] | None
   engine_rows: int
-  outbox: types.Tree
   free_first: bool
   locks: tuple[_Lock, _Lock]
 
@@ -160,9 +158,10 @@ def _meshes(
   """Returns the meshes; in mode roles the second is only an outbox."""
   if cfg.mode != "roles":
     return meshes.split(cfg, devices, process=process, processes=processes)
-  own = [d for d in devices if processes == 1 or d.process_index == process]
+  training = meshes.build(cfg.training, devices)
+  own = bridge.own_devices(training)
   return meshes.Meshes(
-    training=meshes.training_mesh(cfg.training, devices),
+    training=training,
     generation=meshes.over(np.asarray(own), ("part",)),
     idle=0,
     shared=False,
@@ -272,7 +271,6 @@ def build(
     publisher=publisher,
     engine=engine,
     engine_rows=local.rows,
-    outbox=away,
     free_first=cfg.publish.buffers == "free_first",
     locks=(lock, other),
   )

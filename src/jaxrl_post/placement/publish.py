@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.placement import bridge
+from jaxrl_post.placement import bridge, fingerprint
 
 _Mesh = jax.sharding.Mesh
 _Sharding = jax.sharding.NamedSharding
@@ -224,7 +224,7 @@ def plan(
       f"publish.chunk_bytes: expected at least 1, got {chunk_bytes}. Use None "
       "to send all leaves together."
     )
-  froms, goals, wholes = map(_by_name, (source, target, shapes))
+  froms, goals, wholes = map(fingerprint.by_name, (source, target, shapes))
   _same_names("publish (trained shardings)", goals, froms)
   _same_names("publish (trained shapes)", goals, wholes)
   home = bridge.auto(_only_mesh("source", froms))
@@ -236,8 +236,9 @@ def plan(
       name,
       wholes[name],
       cast if jnp.issubdtype(wholes[name].dtype, jnp.floating) else None,
-      source=_Sharding(home, froms[name].spec),
+      spec=froms[name].spec,
       goal=goal,
+      home=home,
       away=away,
     )
     for name, goal in goals.items()
@@ -281,21 +282,19 @@ def _leaf(
   whole: jax.ShapeDtypeStruct,
   cast: np.dtype | None,
   *,
-  source: _Sharding,
+  spec: jax.P,
   goal: _Sharding,
+  home: _Mesh,
   away: _Mesh,
 ) -> bridge.Leaf:
   """Joins what is known of a leaf; `cast` None keeps its dtype."""
   shape, dtype = whole.shape, whole.dtype
-  target = _Sharding(away, goal.spec)
+  source, target = _Sharding(home, spec), _Sharding(away, goal.spec)
   for sharding in (source, target):
     _fits(name, shape, sharding)
   # Other processes' devices hold parts that this one's target does not need.
-  held = {
-    device: box
-    for device, box in source.devices_indices_map(shape).items()
-    if device.process_index == jax.process_index() or jax.process_count() == 1
-  }
+  boxes = source.devices_indices_map(shape)
+  held = {device: boxes[device] for device in bridge.own_devices(home)}
   is_alias = held == target.devices_indices_map(shape)
   return bridge.Leaf(
     name=name,
@@ -339,11 +338,6 @@ def _missing_bytes(leaf: bridge.Leaf) -> int:
   return total * leaf.cast.itemsize
 
 
-def _by_name(tree: types.Tree) -> dict:
-  flat, _ = jax.tree.flatten_with_path(tree)
-  return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
-
-
 def _names(leaves: Sequence[bridge.Leaf]) -> str:
   return ", ".join(leaf.name for leaf in leaves)
 
@@ -358,7 +352,7 @@ def _matching(
   flat, given = jax.tree.flatten(tree)
   if given == structure:
     return {leaf.name: x for leaf, x in zip(leaves, flat, strict=True)}
-  arrays = _by_name(tree)
+  arrays = fingerprint.by_name(tree)
   _same_names(place, {leaf.name: leaf for leaf in leaves}, arrays)
   return arrays
 

@@ -10,7 +10,7 @@ import os
 import pathlib
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -124,20 +124,24 @@ class Packer:
 
   def __init__(
     self,
-    shardings: types.Tree,
+    shardings: Mapping[str, jax.sharding.NamedSharding],
     lock: contextlib.AbstractContextManager[Any],
   ) -> None:
     """Compiles on the first use.
 
     Args:
-      shardings: of the policies' weights.
+      shardings: of the policies' weights, by key path.
       lock: held around every launch.
     """
-    self._check, self._lock = _compile_check(shardings), lock
+    self._check, self._lock = fingerprint.checker(shardings), lock
 
   def pack(self, policy: types.Policy) -> Parcel:
-    """Copies weights to the host; waits for them, and for nothing else."""
-    leaves = _by_name(policy.params)
+    """Copies weights to the host; waits for them, and for nothing else.
+
+    Raises:
+      RunError: copies of a leaf differ; names it.
+    """
+    leaves = fingerprint.by_name(policy.params)
     with self._lock:
       sums = self._check(leaves)
     return Parcel(
@@ -158,14 +162,14 @@ class Replica:
       # Whatever this machine has besides is not for this replica.
       jax.config.update("jax_platforms", "cpu")
       jax.config.update("jax_num_cpu_devices", recipe.cpu_devices)
-    mesh = meshes.generation_mesh(recipe.axes, jax.local_devices())
+    mesh = meshes.build(recipe.axes, jax.local_devices())
     spec = transformer.spec(recipe.decoder.config)
     rules, _ = meshes.fit_rules(spec, meshes.GENERATION_RULES, mesh)
     shardings = meshes.weight_shardings(spec, rules, mesh)
-    self._shardings = _by_name(shardings)
+    self._shardings = fingerprint.by_name(shardings)
     self._structure = jax.tree.structure(shardings)
     self._lock = threading.RLock()
-    self._check = _compile_check(shardings)
+    self._check = fingerprint.checker(self._shardings)
     make = generator.build(
       mesh,
       rules=rules,
@@ -247,34 +251,13 @@ def _place(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
   )
 
 
-def _by_name(tree: types.Tree) -> dict:
-  flat, _ = jax.tree.flatten_with_path(tree)
-  return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
-
-
-def _compile_check(
-  shardings: types.Tree,
-) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
-  by_name = _by_name(shardings)
-  mesh = next(iter(by_name.values())).mesh
-
-  @jax.jit
-  def check(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {
-      name: fingerprint.checksum(x, by_name[name]) for name, x in leaves.items()
-    }
-
-  def call(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    with jax.set_mesh(mesh):
-      return check(leaves)
-
-  return call
-
-
 def _numbers(sums: Mapping[str, jax.Array]) -> dict[str, int]:
-  """Returns one number for each leaf; where copies differ, none that is one."""
+  """Returns the checksum of each leaf, equal in all of its copies."""
   values = {name: set(np.asarray(x).tolist()) for name, x in sums.items()}
-  return {
-    name: found.pop() if len(found) == 1 else -1
-    for name, found in values.items()
-  }
+  differ = [name for name, found in values.items() if len(found) > 1]
+  if differ:
+    raise types.RunError(
+      f"replica: expected equal copies of each leaf, got others of "
+      f"{', '.join(differ)}"
+    )
+  return {name: found.pop() for name, found in values.items()}

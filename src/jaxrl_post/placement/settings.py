@@ -107,8 +107,8 @@ class Publishing:
   """How weights travel from the training to the generation mesh.
 
   Attributes:
-    chunk_bytes: most bytes of weights under way at once, of each device; None
-      sends all at once.
+    chunk_bytes: most bytes of weights, of one copy as published, under way at
+      once; a larger weight travels alone. None sends all at once.
     buffers: "double" keeps the old weights until the new ones have arrived, so
       that generation goes on; "free_first" frees them before, for want of
       memory.

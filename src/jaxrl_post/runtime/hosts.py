@@ -137,7 +137,7 @@ class Hosts:
     """
     self.index, self.count = index, count
     self._links = dict(links or {})
-    self._silence_s = silence_s
+    self._silence_s, self._beat_s = silence_s, min(1.0, silence_s / 4)
     self._shared: queue.Queue[Any] = queue.Queue()
     self._lock = threading.Lock()
     self._handlers: dict[str, Callable[[int, Any], None]] = {}
@@ -289,8 +289,7 @@ class Hosts:
 
   def _beat(self, number: int, link: "links_lib.Link") -> None:
     """Says that this process lives, and listens whether the other does."""
-    pause = min(1.0, self._silence_s / 4)
-    while not self._ending.wait(pause):
+    while not self._ending.wait(self._beat_s):
       with contextlib.suppress(OSError):  # The reader has the reason.
         if not link.busy:
           link.send(pickle.dumps((_BEAT, self.stopping)))
@@ -309,7 +308,7 @@ class Hosts:
 
   def _watch(self) -> None:
     """Looks for a process that stays behind."""
-    while not self._ending.wait(min(1.0, self._silence_s / 4)):
+    while not self._ending.wait(self._beat_s):
       with self._lock:
         places = dict(self._places)
       most = max(p.count for p in places.values())
@@ -326,8 +325,8 @@ class Hosts:
   def _is_silent(self, number: int) -> bool:
     """Whether beats are missing; `_beat` then says so, which is more."""
     link = self._links.get(number)
-    beat_s = min(1.0, self._silence_s / 4)
-    return link is not None and time.monotonic() - link.heard > 3 * beat_s
+    late_s = 3 * self._beat_s
+    return link is not None and time.monotonic() - link.heard > late_s
 
   def _name(self, number: int) -> str:
     if number == self.index:

@@ -141,7 +141,7 @@ class Server:
       policy = self._policy
       assert policy is not None, "without weights there is no work"
       ready = [order for order in self._orders if self._is_due(order)]
-      self._orders = [order for order in self._orders if order not in ready]
+      self._orders = [o for o in self._orders if not self._is_due(o)]
     if policy is not self._verified:
       self._verify(policy)
       self._verified = policy
