@@ -44,7 +44,7 @@ _SPLITS = (1, 2, 4)
 _DTYPES = ("float32", "bfloat16")
 _KEEP_MEMORY = (
   "glibc.malloc.mmap_max=0:glibc.malloc.top_pad=1073741824:"
-  "glibc.malloc.trim_threshold=1099511627776"
+  "glibc.malloc.trim_threshold=1099511627776:glibc.malloc.arena_max=1"
 )
 _COPY_GOAL, _PLAIN_GOAL, _STALL_GOAL = 0.5, 2.0, 0.02
 _STALL_STEPS, _STALL_FROM = 40, 10

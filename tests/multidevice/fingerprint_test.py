@@ -134,8 +134,7 @@ def test_a_large_checksum_is_the_same_in_any_sharding(dtype) -> None:
 
 def _hashes(bits: np.ndarray, place: np.ndarray) -> np.ndarray:
   h = bits + place * np.uint32(0x9E3779B1)
-  h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-  h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+  h = (h ^ (h >> np.uint32(15))) * np.uint32(0x85EBCA6B)
   return h ^ (h >> np.uint32(16))
 
 
