@@ -23,12 +23,12 @@ from typing import Any
 from jaxrl_post import types
 from jaxrl_post.algos import grpo
 from jaxrl_post.data import dataset
-from jaxrl_post.envs import evaluate
-from jaxrl_post.envs import stream as streams
+from jaxrl_post.envs import evaluate, schedule
 from jaxrl_post.models import decoder
 from jaxrl_post.placement import mesh
 from jaxrl_post.rewards import pool
 from jaxrl_post.runtime import checkpoint as checkpoints
+from jaxrl_post.runtime import dump
 from jaxrl_post.sampling import engine
 from jaxrl_post.training import optim as optims
 from jaxrl_post.training import warmup as warmups
@@ -50,10 +50,13 @@ class Run:
     checkpoint: what is kept on disk.
     evaluation: how the policy is tested on held-out prompts.
     warmup: supervised steps before the first rollout.
+    debug: batches on disk, to look at and to train on once more.
     num_steps: batches to train on.
     groups_per_step: prompts in a batch.
     group_size: rollouts of each prompt.
     max_lag: how many versions a trained token may be behind the trainer.
+    mask_stale_tokens: train, of each rollout, only the tokens of its newest
+      version; those that older weights sampled stay as context.
     seed: of weights, data order and sampling.
     logged_groups: groups a step whose rollouts are written to rollouts.txt.
   """
@@ -64,15 +67,17 @@ class Run:
   algo: types.Algorithm = grpo.Grpo()
   optim: optims.Optim = optims.Optim()
   sampling: engine.Sampling = engine.Sampling()
-  stream: streams.StreamConfig = streams.StreamConfig()
+  stream: schedule.StreamConfig = schedule.StreamConfig()
   placement: mesh.Placement = mesh.Placement()
   checkpoint: checkpoints.Checkpoint = checkpoints.Checkpoint()
   evaluation: evaluate.Evaluation = evaluate.Evaluation()
   warmup: warmups.Warmup = warmups.Warmup()
+  debug: dump.Debug = dump.Debug()
   num_steps: int = 100
   groups_per_step: int = 8
   group_size: int = 8
   max_lag: int = 1
+  mask_stale_tokens: bool = False
   seed: int = 0
   logged_groups: int = 1
 
@@ -92,11 +97,8 @@ class Run:
         raise types.InputError(
           f"{name}: expected {rule}, got {getattr(self, name)}. Correct it."
         )
-    if self.evaluation.every and self.data.held_out is None:
-      raise types.InputError(
-        f"evaluation.every: expected 0 without data.held_out, got "
-        f"{self.evaluation.every}. Give the experiment held-out prompts."
-      )
+    if self.data.held_out is None:
+      _check_not_evaluated(self)
     _check_leaves(self, "")
     in_turn = not self.stream.asynchronous and self.placement.mode != "roles"
     if self.placement.publish.buffers == "free_first" and not in_turn:
@@ -105,6 +107,10 @@ class Run:
         "with the old weights, got free_first. Set stream.asynchronous=false, "
         "in mode colocated or split."
       )
+    if self.stream.deterministic or self.stream.follow:
+      _check_repeats(self)
+    if self.debug.replay is not None:
+      _check_samples_nothing(self)
     if self.max_lag and not self.stream.asynchronous:
       raise types.InputError(
         f"stream.asynchronous: expected true with max_lag={self.max_lag}, got "
@@ -120,6 +126,23 @@ class Run:
   def length(self) -> int:
     """Tokens of the longest rollout, prompt included."""
     return self.data.max_prompt + self.sampling.max_tokens
+
+
+def _check_repeats(run: Run) -> None:
+  """Refuses what a run that is to repeat itself cannot have."""
+  name = "stream.follow" if run.stream.follow else "stream.deterministic"
+  if run.placement.mode == "roles":
+    raise types.InputError(
+      f"{name}: expected placement.mode colocated or split, got roles, where "
+      "clocks decide what is sampled when. Choose another mode."
+    )
+  in_flight = run.sampling.in_flight
+  if run.stream.deterministic and run.max_lag and in_flight == "keep":
+    raise types.InputError(
+      "stream.deterministic: expected sampling.in_flight recompute or drain "
+      f"with max_lag={run.max_lag}, got keep: keys and values of older weights "
+      "are in no checkpoint. Choose one of the two."
+    )
 
 
 def may_change(run: Run) -> tuple[str, ...]:
@@ -140,6 +163,38 @@ def may_change(run: Run) -> tuple[str, ...]:
   if run.optim.schedule == "constant":
     return (*names, "num_steps")
   return names
+
+
+def _check_not_evaluated(run: Run) -> None:
+  """Refuses what needs held-out prompts."""
+  for name, rule, value, wrong in (
+    ("evaluation.every", "0", run.evaluation.every, run.evaluation.every > 0),
+    (
+      "checkpoint.best_by",
+      "no metric of an evaluation",
+      run.checkpoint.best_by,
+      run.checkpoint.best_by.startswith("eval/"),
+    ),
+  ):
+    if wrong:
+      raise types.InputError(
+        f"{name}: expected {rule} without data.held_out, got {value}. Give the "
+        "experiment held-out prompts."
+      )
+
+
+def _check_samples_nothing(run: Run) -> None:
+  """Refuses, in a replay, what says how to sample."""
+  mode, follow = run.placement.mode, run.stream.follow
+  for name, rule, value, wrong in (
+    ("placement.mode", "colocated or split", mode, mode == "roles"),
+    ("stream.follow", "none", follow, bool(follow)),
+  ):
+    if wrong:
+      raise types.InputError(
+        f"{name}: expected {rule} with debug.replay, which samples nothing, "
+        f"got {value}. Set one of them."
+      )
 
 
 def _check_leaves(node: Any, prefix: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxrl_post import config, prepare, roles, types
-from jaxrl_post.envs import stream as streams
+from jaxrl_post.envs import work
 from jaxrl_post.placement import generator, programs
 from jaxrl_post.runtime import hosts as hosts_lib
 from jaxrl_post.sampling import engine as engines
@@ -21,7 +21,7 @@ class Samplers(Protocol):
   """What the loop asks of whoever samples."""
 
   @property
-  def engine(self) -> streams.Engine:
+  def engine(self) -> work.Engine:
     """For the stream of training rollouts; of the head only."""
     ...
 
@@ -112,7 +112,7 @@ class Spread:
       hosts.on(_ORDER, lambda _, order: self._server.submit(order))
 
   @property
-  def engine(self) -> streams.Engine:
+  def engine(self) -> work.Engine:
     """See `Samplers`."""
     assert self._fleet is not None, "the head's"
     return self._fleet

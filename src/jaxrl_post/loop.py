@@ -7,17 +7,26 @@ configuration; the loop never asks which. Copy `run` to do something else.
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import time
 from collections.abc import Callable
 
 import jax
 
-from jaxrl_post import config, generation, prepare, record, types
+from jaxrl_post import config, generation, prepare, record, roles, types
 from jaxrl_post.algos import sft
 from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.data import pack
-from jaxrl_post.envs import evaluate, ledger, together
+from jaxrl_post.envs import cut as cuts
+from jaxrl_post.envs import (
+  evaluate,
+  events,
+  ledger,
+  replay,
+  schedule,
+  together,
+)
 from jaxrl_post.envs import stream as streams
 from jaxrl_post.placement import programs
 from jaxrl_post.placement import trainer as trainers
@@ -58,7 +67,7 @@ def run(
   with contextlib.ExitStack() as stack:
     tools = open_tools(cfg, parts, place, folder, hosts=hosts, stack=stack)
     hosts.at("first weights", hosts_lib.COLD_S)
-    state, frontier, first = restore_or_start(
+    state, saved, first = restore_or_start(
       cfg, parts, place, trainer, tools.store
     )
     if first >= cfg.num_steps:
@@ -67,9 +76,9 @@ def run(
     tools.samplers.warm_up(policy)
     hosts.at("first batch", hosts_lib.COLD_S)
     start = {} if first else tools.test(policy, 0)
-    tools.notes.begin(first, policy.version, start)
+    tools.begin(first, policy.version, start, saved)
     rollouts = stack.enter_context(
-      open_stream(cfg, parts, tools, hosts, policy=policy, frontier=frontier)
+      open_stream(cfg, parts, tools, hosts, policy=policy, saved=saved)
     )
     stack.push(hosts.on_error)
 
@@ -77,12 +86,18 @@ def run(
       groups = hosts.share(
         lambda: None if hosts.stopping else rollouts.next(), together.bare
       )
-      if groups is None:  # The data has ended, or SIGTERM came.
+      if groups is None:  # The data has ended, or the run is to stop.
         break
+      tools.notes.took(step, groups)
       late_s = hosts_lib.COLD_S if step - first <= _COLD_STEPS else None
       hosts.at(f"update {step}", late_s)
       with tools.clock.span("training", "busy"):
-        rows = pack.pack(groups, rows=cfg.rows, length=cfg.length)
+        rows = pack.pack(
+          groups,
+          rows=cfg.rows,
+          length=cfg.length,
+          mask_stale_tokens=cfg.mask_stale_tokens,
+        )
         batch = trainer.score(state, trainer.put(rows))
         state, values = trainer.update(state, batch)
         hosts.at(f"end of update {step}", late_s)
@@ -90,15 +105,15 @@ def run(
       updated = time.monotonic()
       with tools.clock.span("training", "sync"):
         policy = place.publish(state, policy)
-      rollouts.publish(policy, updated)
+      due = checkpoint.due(cfg.checkpoint, step, cfg.num_steps)
+      rollouts.publish(policy, updated, cut=due)
       hosts.at(f"end of step {step}", checkpoint.DEADLINE_S)
       with tools.clock.span("training", "wait/host"):
         values |= tools.samplers.metrics() | tools.test(policy, step)
         tools.notes.step(step, groups, rows, values, rollouts)
-      if checkpoint.due(cfg.checkpoint, step, cfg.num_steps):
-        tools.save(step, state, rollouts.frontier)
+      tools.save(step, state, rollouts.cut, due=due)
       hosts.at(f"batch {step + 1}", late_s)
-    tools.save(int(state.step), state, rollouts.frontier)
+    tools.save(int(state.step), state, rollouts.cut)
   return state
 
 
@@ -108,12 +123,13 @@ class Tools:
 
   Attributes:
     clock: accounts the time of both stages.
-    rewards: scores rollouts; of the head only.
+    rewards: scores rollouts; of the head only, and not in a replay.
     samplers: who makes rollouts.
     store: checkpoints.
     notes: metrics, rollouts to read, progress.
     test: policy and step to `eval/` metrics; none when it is not due.
     digest: identifies the training prompts.
+    folder: of the run.
   """
 
   clock: clocks.Clock
@@ -123,14 +139,53 @@ class Tools:
   notes: record.Recorder | record.Silent
   test: Callable[[types.Policy, int], dict[str, float]]
   digest: str
+  folder: pathlib.Path
+
+  def begin(
+    self,
+    step: int,
+    version: int,
+    values: dict[str, float],
+    saved: checkpoint.Restored | None,
+  ) -> None:
+    """Sets metrics and clock to where a checkpoint, or the run, begins."""
+    totals = {} if saved is None else saved.meta["totals"]
+    self.notes.begin(step, version, values, totals)
+    self.clock.start({} if saved is None else saved.meta["seconds"])
 
   def save(
-    self, step: int, state: types.TrainState, frontier: frontiers.Frontier
+    self,
+    step: int,
+    state: types.TrainState,
+    cut: Callable[[], cuts.Cut | None],
+    *,
+    due: bool = True,
   ) -> None:
-    """Starts to write a checkpoint."""
-    meta = {"data": self.digest, "frontier": frontiers.to_json(frontier)}
+    """Starts to write a checkpoint, with the metrics of its step.
+
+    Args:
+      step: batches trained.
+      state: after them.
+      cut: of the stream; gives None where the head has it.
+      due: false only looks how the save before gets on.
+
+    Raises:
+      RunError: a save failed.
+    """
+    if not due:
+      self.store.check()
+      return
+    made = cut()
+    line = self.notes.line
+    meta = {
+      "data": self.digest,
+      "metrics": {k: v for k, v in line.items() if math.isfinite(v)},
+      "totals": self.notes.totals,
+      "seconds": self.clock.totals(),
+    }
+    files = {} if made is None else cuts.to_files(made)
     with self.clock.span("training", "checkpoint"):
-      self.store.save(step, state, meta)
+      self.store.save(step, state, meta, files)
 
 
 def open_tools(
@@ -147,18 +202,26 @@ def open_tools(
   stack.callback(clock.close)
   rewards, notes = None, record.Silent()
   if hosts.is_head:
-    rewards = stack.enter_context(pool.Pool(cfg.rewards))
+    if cfg.debug.replay is None:
+      rewards = stack.enter_context(pool.Pool(cfg.rewards))
     notes = record.Recorder(
       cfg,
       folder,
       clock,
       devices=place.num_devices,
       sync_bytes=place.publisher.bytes,
+      about=prepare.about(cfg, parts),
     )
   stack.callback(notes.close)
   store = checkpoint.Store(folder / "checkpoints", cfg.checkpoint, hosts.share)
   stack.callback(store.close)
-  samplers = generation.samplers(cfg, parts, place, hosts)
+  if cfg.debug.replay is None:
+    samplers = generation.samplers(cfg, parts, place, hosts)
+    test = tester(
+      cfg, parts, samplers, rewards=rewards, clock=clock, hosts=hosts
+    )
+  else:
+    samplers, test = roles.Idle(), lambda policy, step: {}
   stack.callback(samplers.close)
   return Tools(
     clock=clock,
@@ -166,10 +229,9 @@ def open_tools(
     samplers=samplers,
     store=store,
     notes=notes,
-    test=tester(
-      cfg, parts, samplers, rewards=rewards, clock=clock, hosts=hosts
-    ),
+    test=test,
     digest=parts.data.train.digest,
+    folder=folder,
   )
 
 
@@ -180,34 +242,66 @@ def open_stream(
   hosts: hosts_lib.Hosts,
   *,
   policy: types.Policy,
-  frontier: frontiers.Frontier,
-) -> streams.Stream | together.Follower:
-  """Returns the stream, which starts with `policy`."""
-  if tools.rewards is None:
+  saved: checkpoint.Restored | None,
+) -> streams.Stream | replay.Replay | together.Follower:
+  """Returns the stream, which starts with `policy`.
+
+  From now on a signal asks `hosts` to stop; before, it ends the process.
+  """
+  hosts.heeds_stop = True
+  if not hosts.is_head:
     rollouts = together.Follower(tools.samplers.publish)
     rollouts.publish(policy)
     return rollouts
+  book = ledger.start(
+    cfg.groups_per_step,
+    cfg.max_lag,
+    on_stale=cfg.stream.on_stale,
+    ordered=cfg.stream.deterministic,
+    num_steps=cfg.num_steps,
+    step=policy.step,
+  )
+  if cfg.debug.replay is not None:
+    return replay.Replay(cfg.debug.replay, book, clock=tools.clock)
+  assert tools.rewards is not None, "the head's"
+  cut = None
+  if saved is not None:
+    cut = cuts.from_files(
+      saved.files, prompts=parts.data.train, rollout=parts.env.rollout
+    )
+  drain = cfg.sampling.in_flight == "drain"
+  digest = prepare.digest(cfg, parts)
+  plan = schedule.build(cfg.stream, drain=drain, digest=digest)
   rollouts = streams.Stream(
     cfg.stream,
-    ledger.start(
-      cfg.groups_per_step,
-      cfg.max_lag,
-      on_stale=cfg.stream.on_stale,
-      num_steps=cfg.num_steps,
-      step=policy.step,
-    ),
+    book,
     env=parts.env,
     engine=tools.samplers.engine,
     prompts=parts.data.train,
-    frontier=frontier,
+    frontier=frontiers.Frontier(),
     rewards=tools.rewards,
     clock=tools.clock,
     verify=tools.samplers.publish,
-    stopping=lambda: hosts.stopping,
+    plan=plan,
+    log=_open_log(tools.folder, cut, digest),
+    stopping=lambda: bool(hosts.stopping),
   )
-  tools.clock.start()
+  if cut is not None:
+    rollouts.restore(cut)
   rollouts.publish(policy)
   return rollouts
+
+
+def _open_log(
+  folder: pathlib.Path, cut: cuts.Cut | None, digest: str
+) -> events.Log:
+  """Opens the events of the run, as far as a checkpoint knows them."""
+  log = events.Log(folder / events.NAME, 0 if cut is None else cut.events)
+  if cut is None:
+    log.write(events.Begin(digest))
+  else:
+    log.write(events.Restore(cut.ledger.step))
+  return log
 
 
 def build(
@@ -234,19 +328,18 @@ def restore_or_start(
   place: programs.Programs,
   trainer: trainers.Trainer,
   store: checkpoint.Store,
-) -> tuple[types.TrainState, frontiers.Frontier, int]:
-  """Returns state, data frontier and batches trained so far."""
+) -> tuple[types.TrainState, checkpoint.Restored | None, int]:
+  """Returns state, its checkpoint if any, and batches trained so far."""
   restored = store.restore(trainer.abstract)
   if restored is None:
     params = warm_up(cfg, parts, place, place.draw())
-    return trainer.start(params), frontiers.Frontier(), 0
-  state, saved, step = restored
-  if saved["data"] != parts.data.train.digest:
+    return trainer.start(params), None, 0
+  if restored.meta["data"] != parts.data.train.digest:
     raise types.InputError(
-      f"--workdir: expected the prompts that step {step} was trained on, got "
-      "others. Restore the data, or start in another folder."
+      f"--workdir: expected the prompts that step {restored.step} was trained "
+      "on, got others. Restore the data, or start in another folder."
     )
-  return state, frontiers.from_json(saved["frontier"]), step
+  return restored.state, restored, restored.step
 
 
 def test_newest(
@@ -337,6 +430,8 @@ def tester(
 
   def scored(policy: types.Policy) -> dict[str, float]:
     assert rewards is not None, "the head's"
+    if hosts.stopping:
+      return {}  # A checkpoint is worth more than a number.
     with (
       clock.span("training", "eval"),
       clock.span("generation", "eval"),
@@ -347,6 +442,7 @@ def tester(
         generate=functools.partial(samplers.generate, policy),
         rewards=rewards,
         timeout_s=cfg.evaluation.timeout_s,
+        stopping=lambda: bool(hosts.stopping),
       )
 
   def test(policy: types.Policy, step: int) -> dict[str, float]:

@@ -6,9 +6,9 @@ Exit codes: 0 finished, 1 the run failed, 2 the user's input was wrong.
 import contextlib
 import itertools
 import json
+import math
 import os
 import pathlib
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import jax
 from absl import app, flags, logging
 
-from jaxrl_post import config, loop, prepare, roles, types
-from jaxrl_post.runtime import folder, summary
+from jaxrl_post import collect, config, loop, prepare, roles, types
+from jaxrl_post.runtime import folder, signals, summary
 from jaxrl_post.runtime import hosts as hosts_lib
 
 _EXP = flags.DEFINE_string(
@@ -37,9 +37,10 @@ _WORKDIR = flags.DEFINE_string(
 _MODE = flags.DEFINE_enum(
   "mode",
   "train",
-  ["train", "eval", "dry_run"],
+  ["train", "eval", "rollout", "dry_run"],
   "train; eval tests the newest checkpoint of --workdir, or the first weights "
-  "without it; dry_run only checks and prints.",
+  "without it; rollout samples and scores num_steps batches with them, trains "
+  "none, and writes a dump; dry_run only checks and prints.",
 )
 
 _COORDINATOR = flags.DEFINE_string(
@@ -63,6 +64,7 @@ _DISTRIBUTED = flags.DEFINE_enum(
 )
 
 _INPUT_ERROR = 2
+_ADVICE = "; the same command goes on from the newest checkpoint, if any"
 
 
 def main(_: Sequence[str]) -> int:
@@ -71,24 +73,26 @@ def main(_: Sequence[str]) -> int:
   Returns:
     The exit code.
   """
+  train = _MODE.value == "train"
+  stopper = signals.Stopper(_ADVICE if train else "")
+  signals.listen(stopper.heard)
   try:
-    return _run()
+    return _run(stopper)
   except types.InputError as error:
     # One line for what the user can mend; a traceback would hide it.
     print(f"error: {error}", file=sys.stderr)
     return _INPUT_ERROR
+  except types.RunError as error:
+    if error.__cause__ or error.__context__:
+      raise  # Where that came from, only a traceback tells.
+    print(f"error: {error}", file=sys.stderr)
+    return 1
   except SystemExit as error:  # of an experiment or a library, with any code
     print(f"error: something called exit({error.code})", file=sys.stderr)
     return 1
-  except KeyboardInterrupt:
-    print(
-      "interrupted; the same command continues from the newest checkpoint",
-      file=sys.stderr,
-    )
-    return 1
 
 
-def _run() -> int:
+def _run(stopper: signals.Stopper) -> int:
   if _EXP.value is None:
     raise types.InputError(
       "--exp: expected the name of an experiment, got none. For a first run: "
@@ -102,6 +106,8 @@ def _run() -> int:
   cfg = config.load(_EXP.value, pathlib.Path("experiments"))
   cfg = config.override(cfg, _SET.value)
   launch = _launch()
+  if _MODE.value == "rollout":
+    _check_rollout(cfg, launch)
   if cfg.placement.cpu_devices is not None:
     jax.config.update("jax_num_cpu_devices", cfg.placement.cpu_devices)
   with contextlib.ExitStack() as stack:
@@ -110,9 +116,8 @@ def _run() -> int:
         roles.cluster(cfg.placement, launch, sys.argv[1:])
       )
     hosts = _hosts(launch, cfg.placement.peer_timeout_s)
-    if _MODE.value == "train":
-      # After JAX's own, which would only take note of the signal.
-      signal.signal(signal.SIGTERM, lambda *_: setattr(hosts, "stopping", True))
+    stopper.hosts = hosts
+    signals.take()  # from JAX and Ray
     return _run_in(stack.enter_context(hosts), cfg)
 
 
@@ -150,12 +155,15 @@ def _run_in(hosts: hosts_lib.Hosts, cfg: config.Run) -> int:
     return 0
   if _MODE.value == "eval":
     return _eval(hosts, cfg, parts)
+  if _MODE.value == "rollout":
+    return _rollout(hosts, cfg, parts)
   with contextlib.ExitStack() as stack:
     path = hosts.share(lambda: _open(cfg, stack))
+    prepare.check_follow(cfg, path)
     _say(hosts, f"run folder: {path}")
     state = loop.run(cfg, parts, path, hosts)
     if hosts.stopping and int(state.step) < cfg.num_steps:
-      _say(hosts, "stopped by SIGTERM; the same command continues")
+      _say(hosts, f"stopped by {hosts.stopping}; the same command continues")
     if hosts.is_head:
       _say(hosts, summary.text(summary.read(path)))
     _say(hosts, f"run folder: {path}")
@@ -199,7 +207,54 @@ def _eval(hosts: hosts_lib.Hosts, cfg: config.Run, parts: prepare.Parts) -> int:
     names = (*config.may_change(cfg), "evaluation", "data.held_out")
     path = folder.find_folder(_WORKDIR.value, config.to_json(cfg), names)
   step, values = loop.test_newest(cfg, parts, path, hosts)
-  _say(hosts, json.dumps({"step": step, **values}, sort_keys=True))
+  # JSON has no NaN, which there is where nothing could be averaged.
+  finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
+  _say(hosts, json.dumps({"step": step, **finite}, sort_keys=True))
+  return 0
+
+
+def _check_rollout(cfg: config.Run, launch: hosts_lib.Launch | None) -> None:
+  """Refuses what --mode=rollout does not do."""
+  mode, source = cfg.placement.mode, cfg.debug.replay
+  follow = cfg.stream.follow
+  alone = launch is None or launch.num_processes == 1
+  for holds, name, rule, value in (
+    (mode != "roles", "placement.mode", "colocated or split", mode),
+    (alone, "--distributed", "one process", "several"),
+    (source is None, "debug.replay", "none", source),
+    (not follow, "stream.follow", "none", follow),
+  ):
+    if not holds:
+      raise types.InputError(
+        f"{name}: expected {rule} with --mode=rollout, got {value}. Change it, "
+        "or the mode."
+      )
+
+
+def _rollout(
+  hosts: hosts_lib.Hosts, cfg: config.Run, parts: prepare.Parts
+) -> int:
+  """Samples with the newest checkpoint of --workdir, or the first weights."""
+  with contextlib.ExitStack() as stack:
+    if (pathlib.Path(_workdir()) / folder.CONFIG_FILE).exists():
+      # Of a run that may go on meanwhile: it is read, and a folder is added.
+      others = ("num_steps", "evaluation", "data.held_out", "debug", "stream")
+      names = (*config.may_change(cfg), *others)
+      path = folder.find_folder(_workdir(), config.to_json(cfg), names)
+      path = path.resolve()
+    else:
+      path = _open(cfg, stack)
+    target = path / time.strftime("rollouts-%Y%m%d-%H%M%S")
+    _say(hosts, f"dump: {target}")
+    made = collect.run(cfg, parts, path, target, hosts)
+  if hosts.stopping and made.batches < cfg.num_steps:
+    _say(hosts, f"stopped by {hosts.stopping}")
+  _say(
+    hosts,
+    f"weights of step {made.trained}: {made.batches} batches, {made.rollouts} "
+    f"rollouts, {made.rewarded} of them with a reward, mean {made.reward:.4f}",
+  )
+  _say(hosts, f"dump: {target}")
   return 0
 
 
@@ -225,6 +280,10 @@ def _parse(argv: Sequence[str]) -> list[str]:
     sys.exit(_INPUT_ERROR)
   # Libraries talk at INFO; what a user needs is printed or a warning.
   logging.set_verbosity(logging.WARNING)
+  # What Orbax logs of a save that fails, a traceback a thread, it raises, too.
+  logging.get_absl_logger().addFilter(
+    lambda record: "/orbax/checkpoint/_src/futures/" not in record.pathname
+  )
   return rest
 
 

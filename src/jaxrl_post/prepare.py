@@ -1,12 +1,17 @@
 """Everything of a run that needs no device, made and checked before one is."""
 
 import dataclasses
+import hashlib
+import json
+import pathlib
+from typing import Any
 
 from jaxrl_post import config, types
 from jaxrl_post.data import dataset
-from jaxrl_post.envs import single_turn
+from jaxrl_post.envs import events, single_turn
 from jaxrl_post.models import decoder, weights
 from jaxrl_post.placement import mesh, programs
+from jaxrl_post.runtime import dump
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +75,17 @@ def prepare(cfg: config.Run) -> Parts:
     top_k=cfg.evaluation.top_k,
     top_p=cfg.evaluation.top_p,
   )
-  return Parts(
+  parts = Parts(
     decoder=decoder.Decoder(shape, model.dtype, model.remat, model.chunk),
     data=data,
     env=single_turn.SingleTurn(cfg.group_size, sampling, data.tokenizer.decode),
     eval_env=single_turn.SingleTurn(1, greedy, data.tokenizer.decode),
   )
+  if cfg.debug.replay is not None:
+    _check_replay(cfg.debug.replay, about(cfg, parts))
+  if cfg.stream.follow:
+    events.read(cfg.stream.follow, digest(cfg, parts))
+  return parts
 
 
 def _check_references(cfg: config.Run, data: dataset.Dataset) -> None:
@@ -89,6 +99,75 @@ def _check_references(cfg: config.Run, data: dataset.Dataset) -> None:
         f"warm-up and its end token, got {cfg.sampling.max_tokens} for "
         f"{item.reference!r} of {tokens} tokens. Raise it."
       )
+
+
+def about(cfg: config.Run, parts: Parts) -> dict[str, Any]:
+  """Returns what a dump says of the run whose batches it has.
+
+  Returns:
+    SHA-256 of `model` (settings and shape), training `data` and `tokenizer`;
+    `vocab_size` of the model; `group_size`; `length`, the most tokens of a
+    prompt and its completion; and `seed`.
+  """
+  model = [config.to_json(cfg.model), config.to_json(parts.decoder.config)]
+  text = json.dumps(model, sort_keys=True)
+  return {
+    "model": hashlib.sha256(text.encode()).hexdigest(),
+    "data": parts.data.train.digest,
+    "tokenizer": parts.data.tokenizer.digest,
+    "vocab_size": parts.decoder.config.vocab_size,
+    "group_size": cfg.group_size,
+    "length": cfg.length,
+    "seed": cfg.seed,
+  }
+
+
+def _check_replay(folder: str, ours: dict[str, Any]) -> None:
+  """Refuses a dump that is damaged, or that this run cannot train on."""
+  for path in dump.batches(folder):
+    theirs = dump.about(path)
+    length = theirs.get("length")
+    fits = isinstance(length, int) and length <= ours["length"]
+    rules = [
+      (theirs.get(name) == ours[name], name, f"{ours[name]}")
+      for name in ("group_size", "vocab_size", "tokenizer")
+    ]
+    rules.append((fits, "length", f"at most {ours['length']}"))
+    for holds, name, rule in rules:
+      if not holds:
+        raise types.InputError(
+          f"debug.replay: expected a dump of {name} {rule}, as this run has, "
+          f"got {theirs.get(name)} in {path}. Replay it with the settings that "
+          "it was written with."
+        )
+
+
+def digest(cfg: config.Run, parts: Parts) -> str:
+  """Returns a digest of all that decides what a run samples and trains."""
+  free = (*config.may_change(cfg), "debug", "stream.follow")
+  settings = [
+    line
+    for line in config.describe(cfg).split("\n")
+    if not line.startswith(free) or line.startswith("placement")
+  ]
+  text = json.dumps([settings, about(cfg, parts)], sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_follow(cfg: config.Run, folder: pathlib.Path) -> None:
+  """Refuses to follow the events that this run would write itself.
+
+  Args:
+    cfg: the run.
+    folder: of the run.
+  """
+  ours = folder / events.NAME
+  theirs = pathlib.Path(cfg.stream.follow or "/")
+  if ours.exists() and theirs.samefile(ours):
+    raise types.InputError(
+      f"stream.follow: expected the events of another run, got {theirs}, which "
+      "this one would write. Name another --workdir."
+    )
 
 
 def plan(
@@ -112,6 +191,12 @@ def plan(
     engines = cfg.placement.roles.generation_replicas
   else:
     engines = processes
+  if processes > 1 and (cfg.stream.deterministic or cfg.stream.follow):
+    raise types.InputError(
+      "stream.deterministic, stream.follow: expected one process, got "
+      f"{processes}, among which clocks decide who samples what. Leave them "
+      "out."
+    )
   shares = mesh.shares(cfg.placement, num_devices, processes)
   programs.check_rows(
     cfg.placement,

@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 
 from jaxrl_post import config, types
-from jaxrl_post.envs import stream, together
-from jaxrl_post.runtime import clock, log, metrics, progress
+from jaxrl_post.envs import replay, stream, together
+from jaxrl_post.runtime import clock, dump, log, metrics, progress
 
 
 class Recorder:
-  """Writes metrics.jsonl and rollouts.txt, and the progress line."""
+  """Writes metrics.jsonl, rollouts.txt, the dump, and the progress line.
+
+  Attributes:
+    line: the numbers of the step that was written last; empty before it.
+  """
 
   def __init__(
     self,
@@ -22,6 +26,7 @@ class Recorder:
     *,
     devices: int,
     sync_bytes: int,
+    about: Mapping[str, Any],
   ) -> None:
     """Opens the files.
 
@@ -31,27 +36,62 @@ class Recorder:
       clock: of both stages.
       devices: all that the run holds.
       sync_bytes: bytes that one publish has to move.
+      about: where the groups of a dump are from.
     """
     self._cfg, self._clock = cfg, clock
     self._devices, self._sync_bytes = devices, sync_bytes
+    self._dump, self._about = folder / dump.FOLDER, about
     self._log = log.Log(folder)
     self._progress = progress.Progress(cfg.num_steps)
     self._consumed = self._trained = 0
     self._skipped_in_a_row = 0
     self._version = 0
+    self.line: dict[str, float] = {}
 
-  def begin(self, step: int, version: int, values: Mapping[str, float]) -> None:
+  @property
+  def totals(self) -> dict[str, int]:
+    """What `begin` needs to count on from here; what JSON can hold."""
+    return {
+      "consumed": self._consumed,
+      "trained_tokens": self._trained,
+      "skipped_in_a_row": self._skipped_in_a_row,
+    }
+
+  def begin(
+    self,
+    step: int,
+    version: int,
+    values: Mapping[str, float],
+    totals: Mapping[str, int],
+  ) -> None:
     """Sets the file to the start of a run.
 
     Args:
       step: batches trained; later lines are cut off, to be written again.
       version: updates in the weights.
       values: an evaluation of them; written if nothing was trained yet.
+      totals: as they were at that step; none at the first.
     """
+    self._consumed = totals.get("consumed", 0)
+    self._trained = totals.get("trained_tokens", 0)
+    self._skipped_in_a_row = totals.get("skipped_in_a_row", 0)
     self._log.truncate(step + 1 if step else 0)
+    if self._cfg.debug.dump:
+      dump.cut(self._dump, step)
     self._version = version
     if not step and values:
       self._log.step(0, values)
+
+  def took(self, step: int, groups: Sequence[types.Group]) -> None:
+    """Puts a batch into the dump, if there is to be one, before it trains.
+
+    Args:
+      step: that it will be trained in.
+      groups: of the batch.
+    """
+    if self._cfg.debug.dump:
+      about = {**self._about, "step": step, "policy_version": self._version}
+      dump.write(dump.batch(self._dump, step), groups, about)
 
   def step(
     self,
@@ -59,7 +99,7 @@ class Recorder:
     groups: Sequence[types.Group],
     batch: types.Batch,
     values: Mapping[str, np.ndarray | float],
-    rollouts: stream.Stream | together.Follower,
+    rollouts: stream.Stream | replay.Replay | together.Follower,
   ) -> None:
     """Writes the line of a step.
 
@@ -68,12 +108,12 @@ class Recorder:
       groups: of the batch.
       batch: as it was packed, on the host.
       values: what update and evaluation returned.
-      rollouts: whose counters to read; the stream, as this is the head.
+      rollouts: whose counters to read; no follower, as this is the head.
 
     Raises:
       RunError: more updates in a row were skipped than the optimizer allows.
     """
-    assert isinstance(rollouts, stream.Stream), "the head has it"
+    assert not isinstance(rollouts, together.Follower), "this is the head"
     scored = np.isfinite(np.asarray(batch.rewards))
     mask = np.asarray(batch.loss_mask) * scored[:, None]
     skipped = bool(values["loss/skipped"])
@@ -82,6 +122,9 @@ class Recorder:
       **metrics.batch_metrics(groups),
       **metrics.staleness(
         np.asarray(batch.policy_versions), mask, self._version
+      ),
+      **metrics.masked(
+        np.asarray(batch.policy_versions), np.asarray(batch.loss_mask)
       ),
       **self._clock.snapshot(),
       **rollouts.sync_seconds,
@@ -104,6 +147,7 @@ class Recorder:
     self._log.step(step, line)
     self._log.rollouts(step, groups, self._cfg.logged_groups)
     self._progress.update(step, line)
+    self.line = line
     self._check_skipped(step, skipped, line)
 
   def close(self) -> None:
@@ -111,8 +155,10 @@ class Recorder:
     self._progress.close()
     self._log.close()
 
-  def _ledger(self, rollouts: stream.Stream) -> dict[str, float]:
-    book = rollouts.ledger
+  def _ledger(
+    self, rollouts: stream.Stream | replay.Replay
+  ) -> dict[str, float]:
+    book = rollouts.booked
     return {
       "ledger/admitted": float(book.admitted),
       "ledger/outstanding": float(len(book.outstanding)),
@@ -130,17 +176,31 @@ class Recorder:
     most = self._cfg.optim.max_skipped
     if self._skipped_in_a_row > most:
       raise types.RunError(
-        f"step {step}: expected a finite gradient, got norm "
-        f"{line['loss/grad_norm']} {self._skipped_in_a_row} times in a row "
-        f"(optim.max_skipped={most}). The weights are those of the last good "
-        "step; lower the learning rate and start again from the checkpoint."
+        f"step {step}: expected a finite loss and gradient, got loss "
+        f"{line['loss/policy']} and norm {line['loss/grad_norm']}, "
+        f"{self._skipped_in_a_row} times in a row (optim.max_skipped={most}). "
+        "The newest checkpoint is of good weights; lower the learning rate and "
+        "start again from it."
       )
 
 
 class Silent:
-  """A recorder of a process that is not the head: the head has the files."""
+  """A recorder of a process that is not the head: the head has the files.
 
-  def begin(self, step: int, version: int, values: Mapping[str, float]) -> None:
+  Attributes:
+    line: empty.
+    totals: empty.
+  """
+
+  def __init__(self) -> None:
+    """Opens nothing."""
+    self.line: dict[str, float] = {}
+    self.totals: dict[str, int] = {}
+
+  def begin(self, *_: Any) -> None:
+    """Does nothing."""
+
+  def took(self, step: int, groups: Sequence[types.Group]) -> None:
     """Does nothing."""
 
   def step(self, step: int, *_: Any) -> None:

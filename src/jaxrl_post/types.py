@@ -86,8 +86,8 @@ class Batch:
     positions: 0, 1, ... in each sequence; 0 beyond the end.
     segment_ids: 1 on real tokens, 0 on padding.
     loss_mask: 1 on tokens that train, from lengths, never from token values.
-    sampler_logprobs: reported by the engine that sampled; 0 where unmasked.
-    policy_versions: policy version that sampled the token; 0 where unmasked.
+    sampler_logprobs: reported by the engine that sampled; 0 where none did.
+    policy_versions: policy version that sampled the token; -1 where none did.
     temperature: sampling temperature of the row, applied to logits.
     rewards: reward of the row; NaN where there is none.
     group_ids: rows with equal id answer one draw of a prompt; in [0, B).
@@ -207,6 +207,23 @@ class SamplingParams:
 
 
 @host_record
+class Partial:
+  """A completion that is half made.
+
+  Attributes:
+    uid: as asked for.
+    tokens: the ids so far; may be empty.
+    logprobs: of each token, as in `Completion`.
+    versions: policy version that made each token.
+  """
+
+  uid: int
+  tokens: tuple[int, ...]
+  logprobs: tuple[float, ...]
+  versions: tuple[int, ...]
+
+
+@host_record
 class Request:
   """A group to sample: one prompt, one completion for each of `uids`.
 
@@ -215,11 +232,14 @@ class Request:
     uids: identity of each completion; with the position it is the whole
       source of randomness of a token.
     sampling: how to sample each of them.
+    begun: completions that go on from these tokens; all others start at the
+      end of the prompt.
   """
 
   prompt: tuple[int, ...]
   uids: tuple[int, ...]
   sampling: SamplingParams
+  begun: tuple[Partial, ...] = ()
 
 
 @host_record

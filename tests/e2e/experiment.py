@@ -4,6 +4,7 @@ The answer is the first letter of the question. One device trains and samples,
 in turn.
 """
 
+import ctypes
 import dataclasses
 import pathlib
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 from jaxrl_post import config, types
 from jaxrl_post.data import dataset, sources
+from jaxrl_post.data import pack as packing
 from jaxrl_post.models import decoder, transformer
 from jaxrl_post.placement import mesh
 from jaxrl_post.rewards import pool
@@ -46,6 +48,14 @@ def boom(rollout: types.Rollout, reference: str) -> float:
 def hang(rollout: types.Rollout, reference: str) -> float:
   """Never answers in the fourth group."""
   if rollout.prompt.uid == 3:
+    threading.Event().wait()
+  return score(rollout, reference)
+
+
+def hang_later(rollout: types.Rollout, reference: str) -> float:
+  """Never answers in the sixth group, and leaves a file that says so."""
+  if rollout.prompt.uid == 5:
+    pathlib.Path("hangs").touch()
     threading.Event().wait()
   return score(rollout, reference)
 
@@ -120,6 +130,28 @@ def with_boom() -> config.Run:
 def with_hang() -> config.Run:
   """A reward never returns."""
   return scored_by(hang, timeout_s=1.0)
+
+
+def with_late_hang() -> config.Run:
+  """A reward of the second batch never returns, and may take its time."""
+  return scored_by(hang_later, timeout_s=1000.0)
+
+
+def with_stuck_step() -> config.Run:
+  """The main thread never leaves C in the third batch, and leaves a file."""
+  pack, calls = packing.pack, iter(range(2))
+  mutex, c = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+
+  def stuck(*args: Any, **options: Any) -> types.Batch:
+    if next(calls, None) is None:
+      pathlib.Path("stuck").touch()
+      # No signal interrupts this, as none interrupts a compilation.
+      c.pthread_mutex_lock(mutex)
+      c.pthread_mutex_lock(mutex)
+    return pack(*args, **options)
+
+  packing.pack = stuck
+  return get_config()
 
 
 def with_patches() -> config.Run:

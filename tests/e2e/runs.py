@@ -264,6 +264,6 @@ def state(folder: pathlib.Path, cfg: config.Run) -> types.TrainState:
   finally:
     store.close()
   assert restored is not None, f"no checkpoint in {folder}"
-  found = restored[0]
+  found = restored.state
   key = jax.random.key_data(found.key)
   return jax.device_get(dataclasses.replace(found, key=key))

@@ -17,6 +17,7 @@ LEVELS = (
   ("roles",),
   ("generation",),
   ("loop",),
+  ("collect",),
   ("main",),
   ("__init__",),
 )

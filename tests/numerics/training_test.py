@@ -398,17 +398,22 @@ def test_weight_decay_leaves_norms_alone():
   assert np.any(updates["layers"]["q"])
 
 
-def test_mismatch_is_measured_on_rows_of_lag_zero_only():
+@pytest.mark.parametrize("masked", [0, 2])
+def test_mismatch_is_measured_on_rows_of_lag_zero_only(masked):
   score, update = _steps()
   batch = score(_params(), _ragged())
-  # Row 5 began at version 0: its later tokens saw a prompt of older weights.
+  # Row 5 began at version 0: its later tokens saw a prompt of older weights,
+  # whether or not its first ones train.
   versions = np.ones((6, _LENGTH), np.int32)
-  versions[5, :5] = 0
+  versions[:, :3] = -1
+  versions[5, 3:5] = 0
+  mask = batch.loss_mask.at[5, 3 : 3 + masked].set(0)
   stale = (np.arange(6) == 5)[:, None]
   sampler = batch.old_logprobs - jnp.where(stale, 7.0, 0.25)
   batch = dataclasses.replace(
     batch,
     policy_versions=jnp.asarray(versions),
+    loss_mask=mask,
     sampler_logprobs=sampler,
   )
   state = dataclasses.replace(_state(), version=jnp.int32(1))

@@ -16,6 +16,8 @@ from jaxrl_post.algos import grpo
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.models import decoder, transformer
 from jaxrl_post.rewards import pool
+from jaxrl_post.runtime import checkpoint
+from tests.e2e import experiment
 
 
 def make(index: int) -> types.Example:
@@ -289,3 +291,11 @@ def test_sizes_of_a_batch_follow_from_the_settings():
   run = tiny(groups_per_step=3, group_size=5)
   assert run.rows == 15
   assert run.length == run.data.max_prompt + run.sampling.max_tokens
+
+
+def test_the_best_by_an_evaluation_needs_held_out_prompts():
+  best = checkpoint.Checkpoint(keep_best=1, best_by="eval/reward")
+  run = experiment.with_held_out()
+  assert dataclasses.replace(run, checkpoint=best).checkpoint == best
+  with pytest.raises(types.InputError, match="checkpoint.best_by: expected no"):
+    dataclasses.replace(experiment.get_config(), checkpoint=best)

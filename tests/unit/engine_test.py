@@ -33,15 +33,16 @@ def _params():
 
 
 @functools.cache
-def _compiled(rows, block, slots):
+def _compiled(rows, block, max_prompt, max_tokens):
   return engines.Steps(
     empty=functools.partial(
       steps.empty,
       _CONFIG,
       rows=rows,
-      slots=slots,
+      slots=max_prompt + max_tokens,
       num_stop_ids=4,
       dtype="float32",
+      num_forced=max_tokens,
     ),
     prefill=jax.jit(functools.partial(steps.prefill, decoder=_DECODER)),
     insert=jax.jit(steps.insert, donate_argnums=1),
@@ -55,7 +56,7 @@ def _compiled(rows, block, slots):
 def _engine(rows=4, block=4, max_tokens=16, max_prompt=16, key=0, width=2):
   cfg = engines.Sampling(rows=rows, block=block, max_tokens=max_tokens)
   return engines.Engine(
-    _compiled(rows, block, max_prompt + max_tokens),
+    _compiled(rows, block, max_prompt, max_tokens),
     cfg,
     max_prompt=max_prompt,
     vocab_size=_CONFIG.vocab_size,

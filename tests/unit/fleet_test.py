@@ -1,5 +1,6 @@
 """Many servers are one engine: groups out, completions back, none lost."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -255,6 +256,20 @@ def test_what_a_dead_member_owed_is_asked_again():
   it.report(1, made(2, 3))
   assert step(it) == [0, 1, 2, 3, 4, 5]
   assert not it.busy
+
+
+def test_what_is_missing_goes_on_from_where_it_was_continued():
+  it, (a,) = fleet("a")
+  begun = tuple(
+    types.Partial(uid=uid, tokens=(5,), logprobs=(-1.0,), versions=(0,))
+    for uid in (0, 1)
+  )
+  it.add(dataclasses.replace(request(0, 1, 2), begun=begun))
+  step(it)
+  it.report(0, made(1))
+  it.resend(0, a.orders.clear)
+  assert [order.request.uids for order in a.orders] == [(0, 2)]
+  assert [order.request.begun for order in a.orders] == [begun[:1]]
 
 
 def test_a_member_may_die_twice_and_owe_a_test():

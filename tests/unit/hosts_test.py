@@ -172,9 +172,9 @@ def test_the_head_knows_who_spoke(world):
 
 def test_the_wish_to_stop_reaches_the_head_and_then_all(world):
   head, one, two = world.three()
-  two.stopping = True
+  two.stopping = "SIGTERM"
   deadline = time.monotonic() + _DEADLINE_S
-  while not (head.stopping and one.stopping):
+  while not head.stopping == one.stopping == "SIGTERM":
     assert time.monotonic() < deadline
     threading.Event().wait(0.02)
 

@@ -105,6 +105,15 @@ def test_lag_is_of_trained_tokens_and_the_head_is_the_first_of_a_row():
   }
 
 
+def test_masked_tokens_are_a_share_of_those_that_were_sampled():
+  versions = np.array([[-1, 3, 3, 4], [-1, 0, -1, -1], [-1, -1, -1, -1]])
+  mask = np.array([[0, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]], np.float32)
+  assert metrics.masked(versions, mask) == {"staleness/masked_tokens": 0.5}
+  assert metrics.masked(versions, mask + 1) == {"staleness/masked_tokens": 0}
+  none = metrics.masked(versions[2:], mask[2:])
+  assert math.isnan(none["staleness/masked_tokens"])
+
+
 def test_a_batch_that_trains_nothing_has_no_lag():
   got = metrics.staleness(np.zeros((2, 3), int), np.zeros((2, 3)), 1)
   assert all(math.isnan(value) for value in got.values())

@@ -1,5 +1,7 @@
 """Rollouts become rows: what trains, what is padding, what does not fit."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -50,9 +52,42 @@ def test_entry_t_speaks_of_token_t():
   assert batch.tokens[0].tolist() == [5, 6, 7, 8, 2, 0, 0, 0]
   assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
   assert batch.segment_ids[0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
-  assert batch.policy_versions[0].tolist() == [0, 0, 7, 8, 9, 0, 0, 0]
+  assert batch.policy_versions[0].tolist() == [-1, -1, 7, 8, 9, -1, -1, -1]
   assert batch.sampler_logprobs[0].tolist() == [0, 0, -0.5, -1.5, -2.5, 0, 0, 0]
   assert batch.temperature[0] == 0.5
+
+
+def sampled_at(*versions: int) -> types.Group:
+  made = rollout(0, (5, 6), (7,) * len(versions))
+  completion = dataclasses.replace(made.completion, versions=versions)
+  return group(dataclasses.replace(made, completion=completion))
+
+
+@pytest.mark.parametrize(
+  ("versions", "mask"),
+  [
+    ((3, 3, 3, 3), [1, 1, 1, 1]),
+    ((3, 3, 4, 4), [0, 0, 1, 1]),
+    ((2, 3, 3, 5), [0, 0, 0, 1]),
+    ((0, 1), [0, 1]),
+    ((0,), [1]),
+  ],
+)
+def test_stale_tokens_are_masked_on_demand_and_stay_as_context(versions, mask):
+  groups, pads = [sampled_at(*versions)], [0] * (6 - len(mask))
+  plain = pack.pack(groups, rows=ROWS, length=LENGTH)
+  batch = pack.pack(groups, rows=ROWS, length=LENGTH, mask_stale_tokens=True)
+  assert plain.loss_mask[0].tolist() == [0, 0, *[1] * len(mask), *pads]
+  assert batch.loss_mask[0].tolist() == [0, 0, *mask, *pads]
+  for name, value in vars(batch).items():
+    if name != "loss_mask":
+      np.testing.assert_array_equal(value, vars(plain)[name])
+
+
+def test_what_is_stale_is_a_matter_of_its_own_rollout():
+  groups = [sampled_at(1, 1), sampled_at(1, 2), sampled_at(9)]
+  batch = pack.pack(groups, rows=ROWS, length=LENGTH, mask_stale_tokens=True)
+  assert batch.loss_mask[:3, 2:4].tolist() == [[1, 1], [0, 1], [1, 0]]
 
 
 def test_rows_keep_the_order_of_groups_and_rollouts():

@@ -9,7 +9,11 @@ from jaxrl_post import types
 
 
 def pack(
-  groups: Sequence[types.Group], *, rows: int, length: int
+  groups: Sequence[types.Group],
+  *,
+  rows: int,
+  length: int,
+  mask_stale_tokens: bool = False,
 ) -> types.Batch:
   """Lays out rollouts one a row, padded on the right to a fixed shape.
 
@@ -17,17 +21,21 @@ def pack(
     groups: finished and scored; at most `rows` rollouts in all.
     rows: B.
     length: T, at least the longest prompt plus completion.
+    mask_stale_tokens: train, of each rollout, only the tokens of the newest
+      version among its tokens.
 
   Returns:
     A batch of NumPy arrays. The mask is 1 on exactly the completion tokens,
-    the stop token included, whatever their values. Rows beyond the rollouts
-    are empty: no segment, no mask, no reward.
+    the stop token included, whatever their values; with `mask_stale_tokens` 0
+    on those that an older version sampled than the newest of their rollout,
+    which stay as context and keep log-probability and version. Rows beyond
+    the rollouts are empty: no segment, no mask, no reward.
   """
   tokens, positions, segments = (
     np.zeros((rows, length), np.int32) for _ in range(3)
   )
   mask, logprobs = (np.zeros((rows, length), np.float32) for _ in range(2))
-  versions = np.zeros((rows, length), np.int32)
+  versions = np.full((rows, length), -1, np.int32)
   temperature = np.ones(rows, np.float32)
   rewards = np.full(rows, np.nan, np.float32)
   group_ids = np.full(rows, rows - 1, np.int32)
@@ -44,7 +52,10 @@ def pack(
     tokens[row, :end] = (*prompt, *completion.tokens)
     positions[row, :end] = np.arange(end)
     segments[row, :end] = 1
-    mask[row, start:end] = 1
+    newest = max(completion.versions, default=0)
+    mask[row, start:end] = [
+      not mask_stale_tokens or v == newest for v in completion.versions
+    ]
     logprobs[row, start:end] = completion.logprobs
     versions[row, start:end] = completion.versions
     temperature[row] = rollout.temperature

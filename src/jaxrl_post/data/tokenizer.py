@@ -8,6 +8,7 @@ never encoded again.
 import dataclasses
 import datetime
 import functools
+import hashlib
 import json
 import pathlib
 import re
@@ -72,6 +73,12 @@ class Tokenizer:
   def vocab_size(self) -> int:
     """The largest id, plus 1."""
     return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+  @functools.cached_property
+  def digest(self) -> str:
+    """A SHA-256 that tells tokenizers which read or end a text differently."""
+    text = f"{self.backend.to_str()}{self.eos_ids}{self.bos_id}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
   @property
   def has_chat_template(self) -> bool:

@@ -3,11 +3,14 @@
 import concurrent.futures
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Sequence
 
 from jaxrl_post import types
 from jaxrl_post.envs import single_turn
 from jaxrl_post.rewards import pool as pools
+
+_GLANCE_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,7 @@ def evaluate(
   generate: Callable[[Sequence[types.Request]], list[types.Completion]],
   rewards: pools.Pool,
   timeout_s: float,
+  stopping: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
   """Samples and scores every prompt.
 
@@ -66,12 +70,13 @@ def evaluate(
     generate: requests to completions in the same order.
     rewards: scores the rollouts.
     timeout_s: longest wait for all rewards together.
+    stopping: whether the run was asked to stop; looked at twice a second.
 
   Returns:
     `eval/reward` and `eval/reward_<part>`, means over the rollouts that have a
     reward, and `eval/missing`, how many have none; over all of them
     `eval/truncated`, the share that ended by the limit, and `eval/tokens`;
-    `eval/rollouts`, how many there are.
+    `eval/rollouts`, how many there are. Nothing once the run is to stop.
 
   Raises:
     RunError: the rewards took longer than `timeout_s`.
@@ -85,15 +90,21 @@ def evaluate(
       for prompt, completion in zip(asked, completions, strict=True)
     ]
   )
-  done, late = concurrent.futures.wait(
-    futures, timeout_s, concurrent.futures.FIRST_EXCEPTION
-  )
-  for future in done:
-    future.result()  # What a reward raised comes before what is late.
+  late, deadline = set(futures), time.monotonic() + timeout_s
+  while late and time.monotonic() < deadline:
+    if stopping():
+      return {}
+    patience = max(0.0, min(_GLANCE_S, deadline - time.monotonic()))
+    done, late = concurrent.futures.wait(
+      late, patience, concurrent.futures.FIRST_EXCEPTION
+    )
+    for future in done:
+      future.result()  # What a reward raised comes before what is late.
   if late:
     raise types.RunError(
       f"evaluation: expected all rewards within {timeout_s:g} s "
-      f"(evaluation.timeout_s), got {len(done)} of {len(futures)}"
+      f"(evaluation.timeout_s), got {len(futures) - len(late)} of "
+      f"{len(futures)}"
     )
   rollouts = [future.result() for future in futures]
   scored = [r for r in rollouts if math.isfinite(r.reward)]

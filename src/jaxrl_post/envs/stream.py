@@ -3,117 +3,56 @@
 `Stream` owns the engine of the training rollouts. Synchronously it pumps the
 engine inside `next`; asynchronously one worker thread pumps it all the time.
 Both run the same `_pump` under the same ledger, so at `max_lag=0` both train
-the same tokens.
+the same tokens. What may happen when is the schedule's to say.
 """
 
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import Self
 
 from jaxrl_post import types
 from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.data import prompts as prompt_sets
+from jaxrl_post.envs import cut as cuts
+from jaxrl_post.envs import events, schedule, single_turn, work
 from jaxrl_post.envs import ledger as ledgers
-from jaxrl_post.envs import single_turn
 from jaxrl_post.rewards import pool as pools
 from jaxrl_post.runtime import clock as clocks
 
-# Reasons for which generation waits for the trainer.
+# Why generation waits for the trainer.
 _TRAINERS_TURN = ("lag_gate", "queue_full", "weights_pending")
-
 # Seconds: least time for the worker to end its block; longest wait before
 # looking whether the run is to stop.
 _GRACE_S, _GLANCE_S = 1.0, 0.5
 
 
-@dataclasses.dataclass(frozen=True)
-class StreamConfig:
-  """How generation may run beside training.
+class Stream:
+  """Groups of scored rollouts, none older than the bound when trained.
 
   Attributes:
-    asynchronous: generate in a thread of its own; needed for max_lag > 0.
-    on_stale: "wait" for a group that reaches its deadline; or "drop" it,
-      counted, and go on.
-    filter_zero_signal: leave out groups whose rewards all agree and sample
-      other prompts instead.
-    max_left: most groups that may leave untrained, filtered or without any
-      reward, per group of a batch; beyond it the run ends, since it would
-      sample for ever.
-    stall_s: seconds without any progress after which the wait for rollouts or
-      rewards ends the run.
+    booked: the ledger when the newest batch was taken; in a deterministic run,
+      when the engine took the weights before it.
   """
-
-  asynchronous: bool = True
-  on_stale: Literal["wait", "drop"] = "wait"
-  filter_zero_signal: bool = False
-  max_left: int = 20
-  stall_s: float = 1800.0
-
-  def __post_init__(self) -> None:
-    # A longer wait is more than threads can count.
-    in_range = 0 < self.stall_s <= threading.TIMEOUT_MAX
-    if not in_range or self.max_left < 1:
-      raise types.InputError(
-        f"stream: expected stall_s in (0, {threading.TIMEOUT_MAX:g}] and "
-        f"max_left >= 1, got {self.stall_s} and {self.max_left}. Correct the "
-        "value."
-      )
-
-
-@runtime_checkable
-class Engine(Protocol):
-  """What the stream needs of `sampling.engine.Engine`."""
-
-  @property
-  def room(self) -> int:
-    """Rows that are free."""
-    ...
-
-  @property
-  def busy(self) -> bool:
-    """Whether a step would make tokens."""
-    ...
-
-  def add(self, request: types.Request) -> None:
-    """Queues a group."""
-    ...
-
-  def step(self, params: types.Tree, version: int) -> list[types.Completion]:
-    """Makes one block and returns what ended in it."""
-    ...
-
-
-@dataclasses.dataclass
-class Counters:
-  """What the stream has made since it was opened."""
-
-  generated: int = 0
-  sampled_tokens: int = 0
-  left_in_step: int = 0
-
-
-class Stream:
-  """Groups of scored rollouts, none older than the bound when trained."""
 
   def __init__(
     self,
-    cfg: StreamConfig,
+    cfg: schedule.StreamConfig,
     ledger: ledgers.Ledger,
     *,
     env: single_turn.SingleTurn,
-    engine: Engine,
+    engine: work.Engine,
     prompts: prompt_sets.Prompts,
     frontier: frontiers.Frontier,
     rewards: pools.Pool,
     clock: clocks.Clock,
     verify: Callable[[types.Policy], None],
+    plan: schedule.Schedule | None = None,
+    log: events.Log | None = None,
     stopping: Callable[[], bool] = lambda: False,
   ) -> None:
     """Prepares a stream; `with` starts it.
@@ -129,6 +68,8 @@ class Stream:
       clock: accounts the time of both stages.
       verify: raises if a policy's weights did not arrive whole; called once a
         policy, before its first block.
+      plan: when what may happen; None: as soon as it can.
+      log: takes every event; `with` closes it.
       stopping: whether the run was asked to stop; looked at twice a second.
 
     Raises:
@@ -139,33 +80,47 @@ class Stream:
         f"stream.asynchronous: expected true with max_lag={ledger.max_lag}, "
         "got false. Set max_lag=0 or stream.asynchronous=true."
       )
-    self._cfg, self._env, self._engine = cfg, env, engine
-    self._prompts, self._rewards, self._clock = prompts, rewards, clock
-    self._verify, self._stopping = verify, stopping
-    self._ledger, self._frontier = ledger, frontier
-    self._uids = frontiers.pending(frontier)
-    self._exhausted = False
-    self._groups: dict[int, _Assembly] = {}
+    self._cfg, self._engine, self._rewards = cfg, engine, rewards
+    self._clock, self._verify, self._stopping = clock, verify, stopping
+    self._plan, self._log = plan or schedule.Free(), log
+    self._work = work.Work(
+      ledger,
+      env=env,
+      prompts=prompts,
+      frontier=frontier,
+      filter_zero_signal=cfg.filter_zero_signal,
+      note=self._note,
+    )
     self._scored: collections.deque[concurrent.futures.Future] = (
       collections.deque()
     )
-    self._policy: types.Policy | None = None
+    self._current: work.Published | None = None
+    self._newest: work.Published | None = None
     self._verified: types.Policy | None = None
-    self._updated_at: float | None = None
-    self._published_at = math.nan
+    self._cut: cuts.Cut | None = None
+    self._cut_due = False
     self._sync: dict[str, float] = {}
     self._progress = time.monotonic()
     self._closed = self._warned = False
-    self._changed = threading.Condition()
+    self._changed = threading.Condition(threading.RLock())
     self._worker: concurrent.futures.Future[None] | None = None
     self._stack = contextlib.ExitStack()
-    self.counters = Counters()
+    self.booked = ledger
+
+  def restore(self, cut: cuts.Cut) -> None:
+    """Goes on from a cut, of the ledger's step; before weights come."""
+    requests, rollouts = self._work.restore(cut)
+    for request in requests:
+      self._engine.add(request)
+    self._submit(rollouts)
 
   def __enter__(self) -> Self:
     """Starts the worker thread, if there is one."""
+    if self._log is not None:
+      self._stack.callback(self._log.close)
     if self._cfg.asynchronous:
       # A daemon: a block that hangs must not keep the process alive.
-      thread = threading.Thread(target=self._work, name="rollout", daemon=True)
+      thread = threading.Thread(target=self._run, name="rollout", daemon=True)
       self._stack.callback(self._join, thread)
       self._worker = concurrent.futures.Future()
       thread.start()
@@ -195,7 +150,11 @@ class Stream:
       self._worker.result()
 
   def publish(
-    self, policy: types.Policy, updated_at: float | None = None
+    self,
+    policy: types.Policy,
+    updated_at: float | None = None,
+    *,
+    cut: bool = False,
   ) -> None:
     """Hands over the newest weights; sampling takes them at its next block.
 
@@ -203,11 +162,20 @@ class Stream:
       policy: replaces the one before.
       updated_at: time.monotonic() when its update had finished; None for
         weights that no update of this process made.
+      cut: whether `cut` will be called for these weights. Without the word it
+        may have to wait for a block.
     """
+    event = ledgers.Publish(policy.step)
     with self._changed:
-      self._policy, self._updated_at = policy, updated_at
-      self._published_at = time.monotonic()
-      self._apply(ledgers.Publish(policy.step))
+      self._await(
+        "training", lambda: "weights_pending", lambda: self._allowed(event)
+      )
+      self._raise_if_dead()
+      if not self._plan.defers:
+        self._work.publish(policy)
+      self._newest = work.Published(policy, updated_at, time.monotonic())
+      self._cut, self._cut_due = None, cut
+      self._moved()
 
   def next(self) -> list[types.Group] | None:
     """Waits for the next batch.
@@ -221,40 +189,68 @@ class Stream:
       RunError: nothing moved for `stall_s`; the message says what waits.
       Exception: whatever the worker or a reward raised.
     """
-    with self._changed:
-      self.counters.left_in_step = 0
     while True:
       with self._changed:
-        self._raise_if_dead()
         if self._stopping():
+          self._stop_admitting()
           return None
+        self._raise_if_dead()
         self._drop_stale()
-        uids = ledgers.batch(self._ledger)
+        uids = self._batch()
         if uids:
           return self._take(uids)
-        if self._ended():
+        if self._work.ended:
           logging.warning(
             "data ended: %d groups left over, too few for a batch of %d",
-            len(self._ledger.outstanding),
-            self._ledger.groups_per_step,
+            len(self.ledger.outstanding),
+            self.ledger.groups_per_step,
           )
           return None
         if self._cfg.asynchronous:
-          self._await("training", self._training_reason, self._batch_ready)
+          self._await("training", self._work.awaited, self._batch_ready)
           continue
       with self._clock.span("training", "wait/queue_empty"):
         self._pump()
 
+  def cut(self) -> cuts.Cut:
+    """Returns what is needed to go on after the newest batch that was trained.
+
+    The weights of that batch must have been published, and no batch taken
+    since. The engine's cache is not in it.
+
+    Raises:
+      RunError: the worker did not come to the end of its block for `stall_s`.
+      Exception: whatever the worker raised.
+    """
+    with self._changed:
+      newest = self._newest
+      assert newest is not None and newest.policy.step == self.ledger.step
+      if self._dead() or not self._cfg.asynchronous:
+        self._take_newest()
+        if not self._plan.defers:
+          self._make_cut()
+      elif self._cut is None and not self._plan.defers:
+        self._cut_due = True
+        self._changed.notify_all()
+      self._await(
+        "training",
+        lambda: "host",
+        lambda: self._cut is not None or self._dead(),
+      )
+      if self._cut is None:
+        self._raise_if_dead()
+      assert self._cut is not None
+      return self._cut
+
   @property
   def ledger(self) -> ledgers.Ledger:
     """Where every admitted group is."""
-    return self._ledger
+    return self._work.ledger
 
   @property
-  def frontier(self) -> frontiers.Frontier:
-    """Which uids have left, by whatever way."""
-    with self._changed:
-      return self._frontier
+  def counters(self) -> cuts.Counters:
+    """What was made since the run began."""
+    return self._work.counters
 
   @property
   def sync_seconds(self) -> dict[str, float]:
@@ -268,28 +264,27 @@ class Stream:
     with self._changed:
       return dict(self._sync)
 
-  def _batch_ready(self) -> bool:
-    dead = self._worker is not None and self._worker.done()
-    over = dead or self._stopping() or self._ended()
-    return over or bool(ledgers.batch(self._ledger))
-
   def _take(self, uids: tuple[int, ...]) -> list[types.Group]:
-    self._apply(ledgers.Consume(uids))
-    for uid in uids:
-      self._frontier = frontiers.finish(self._frontier, uid)
-    return [self._groups.pop(uid).group() for uid in sorted(uids)]
+    groups = self._work.take(uids)
+    # What no clock decides, if that is asked for.
+    fixed = self._cut if self._plan.defers else None
+    self.booked = self.ledger if fixed is None else fixed.ledger
+    self._moved()
+    return groups
 
-  def _ended(self) -> bool:
-    short = len(self._ledger.outstanding) < self._ledger.groups_per_step
-    return self._exhausted and short
+  def _batch(self) -> tuple[int, ...]:
+    """Returns the next batch if it may be taken now."""
+    uids = ledgers.batch(self.ledger)
+    return uids if uids and self._plan.allows(ledgers.Consume(uids)) else ()
 
-  def _training_reason(self) -> str:
-    # Of the groups that the next batch waits for; others are always sampled.
-    due = self._ledger.outstanding[: self._ledger.groups_per_step]
-    states = {e.state for e in due} - {"ready"}
-    return "reward_pending" if states == {"scoring"} else "queue_empty"
+  def _batch_ready(self) -> bool:
+    over = self._dead() or self._stopping() or self._work.ended
+    return over or bool(self._batch())
 
-  def _work(self) -> None:
+  def _allowed(self, event: ledgers.Event) -> bool:
+    return self._plan.allows(event) or self._dead()
+
+  def _run(self) -> None:
     assert self._worker is not None
     try:
       while not self._closed:
@@ -298,24 +293,36 @@ class Stream:
       self._worker.set_exception(error)  # For the trainer to raise.
     else:
       self._worker.set_result(None)
-    self._notify()
+    with self._changed:
+      self._changed.notify_all()
 
   def _pump(self) -> None:
     """Moves everything on by at most one block."""
     with self._clock.span("generation", "wait/host"):
-      self._collect()
-      policy = self._admit()
-      if policy is not None and self._engine.busy:
-        self._block(policy)
-      else:
-        with self._changed:
+      rollouts = self._arrived()
+      with self._changed:
+        for rollout in rollouts:
+          self._work.score(rollout)
+        self._settle()
+        self._take_newest()
+        if self._cut_due and self._up_to_date():
+          self._make_cut()
+        self._admit()
+        runs = self._may_run()
+        if not runs:
           self._await("generation", self._generation_reason, self._has_work)
+      if runs:
+        self._block()
 
-  def _collect(self) -> None:
-    """Books the rewards that have arrived; raises what they raised."""
+  def _facts(self) -> schedule.Facts:
+    return self._work.facts(self._current, self._newest, self._engine)
+
+  def _arrived(self) -> list[types.Rollout]:
+    """Returns the rewards that have come back; raises what they raised."""
+    rollouts = []
     while self._scored:
       rollout: types.Rollout = self._scored.popleft().result()
-      uid = rollout.prompt.uid
+      rollouts.append(rollout)
       if rollout.failure and not self._warned:
         self._warned = True
         logging.warning(
@@ -323,96 +330,94 @@ class Stream:
           rollout.completion.uid,
           rollout.failure,
         )
-      with self._changed:
-        group = self._groups.get(uid)
-        if group is None:
-          continue
-        group.scored[rollout.completion.uid] = rollout
-        if len(group.scored) == self._env.group_size:
-          self._settle(uid, group)
+    return rollouts
 
-  def _settle(self, uid: int, group: "_Assembly") -> None:
-    rewards = [r.reward for r in group.scored.values()]
-    valid = [r for r in rewards if math.isfinite(r)]
-    if not valid:
-      self._leave(ledgers.Fail(uid))
-      self._count_left(next(iter(group.scored.values())).failure)
-    elif self._cfg.filter_zero_signal and max(valid) == min(valid):
-      self._leave(ledgers.Filter(uid))
-      self._count_left(f"all rewards {valid[0]:g}")
-    else:
-      self._apply(ledgers.Score(uid))
+  def _may_settle(self, event: ledgers.Event) -> bool:
+    return self._plan.settles(self._facts(), event)
 
-  def _count_left(self, reason: str) -> None:
-    """Ends a run that would sample for ever."""
-    self.counters.left_in_step += 1
-    most = self._cfg.max_left * self._ledger.groups_per_step
-    if self.counters.left_in_step > most:
+  def _settle(self) -> None:
+    """Enters outcomes; ends a run that would sample for ever."""
+    before = self.ledger
+    reasons = self._work.settle(self._may_settle)
+    if self.ledger is not before:
+      self._moved()
+    most = self._cfg.max_left * self.ledger.groups_per_step
+    if reasons and self.counters.left_in_step > most:
       raise types.RunError(
         f"stream.max_left: expected to train one of {most} groups "
         f"(stream.max_left x groups_per_step), got none; the last one left "
-        f"for: {reason}. Look at the reward, and at the difficulty of the task."
+        f"for: {reasons[-1]}. Look at the reward, and at the difficulty of the "
+        "task."
       )
 
-  def _admit(self) -> types.Policy | None:
-    """Fills the engine as far as the window allows."""
-    with self._changed:
-      policy = self._policy
-      while (
-        policy is not None
-        and self._engine.room > 0
-        and ledgers.window(self._ledger) > 0
-        and not self._exhausted
-      ):
-        uid = next(self._uids)
-        if uid >= len(self._prompts):
-          self._exhausted = True
-          self._changed.notify_all()
-          break
-        prompt = self._prompts[uid]
-        self._engine.add(self._env.request(prompt))
-        self._groups[uid] = _Assembly(prompt)
-        self._apply(ledgers.Admit(uid))
-    return policy
+  def _may_take(self) -> bool:
+    newest = self._newest
+    is_new = newest is not None and newest is not self._current
+    return is_new and self._plan.takes(self._facts())
 
-  def _block(self, policy: types.Policy) -> None:
+  def _take_newest(self) -> None:
+    """Lets the engine go over to the newest weights, if it is time."""
+    if self._may_take():
+      self._current = self._newest
+      assert self._current is not None
+      policy = self._current.policy
+      if self._plan.defers:
+        self._work.publish(policy)
+      self._note(events.Take(policy.step))
+      if self._plan.defers:
+        self._make_cut()
+      self._moved()
+
+  def _up_to_date(self) -> bool:
+    return self.ledger.version == self.ledger.step
+
+  def _make_cut(self) -> None:
+    count = 0 if self._log is None else self._log.count
+    self._cut = self._work.cut(self._engine.partials(), count)
+    self._cut_due = False
+    self._changed.notify_all()
+
+  def _may_admit(self) -> bool:
+    if self._current is None:
+      return False
+    facts = self._facts()
+    possible = facts.window > 0 and facts.room > 0
+    return possible and self._plan.admits(facts, self._work.next_uid)
+
+  def _admit(self) -> None:
+    """Fills the engine as far as the window allows."""
+    while self._may_admit():
+      self._engine.add(self._work.admit())
+      self._moved()
+    if self._work.exhausted:
+      self._changed.notify_all()
+
+  def _may_run(self) -> bool:
+    can = self._current is not None and self._engine.busy
+    return can and self._plan.runs(self._facts())
+
+  def _block(self) -> None:
+    current = self._current
+    assert current is not None
+    policy = current.policy
     if policy is not self._verified:
-      with self._changed:
-        updated, published = self._updated_at, self._published_at
       begun = time.monotonic()
       with self._clock.span("generation", "sync"):
         self._verify(policy)
       self._verified = policy
-      if updated is not None:
-        now = time.monotonic()
-        self._sync = {
-          "sync/latency_s": now - updated,
-          "sync/reshard_s": published - updated,
-          "sync/swap_s": begun - published,
-          "sync/copy_s": now - begun,
-        }
+      with self._changed:
+        self._sync = current.sync_seconds(begun) or self._sync
     with self._clock.span("generation", "busy"):
       completions = self._engine.step(policy.params, policy.version)
-    self._progress = time.monotonic()
-    rollouts = [self._book(completion) for completion in completions]
-    kept = [rollout for rollout in rollouts if rollout is not None]
-    for future in self._rewards.submit_all(kept):
-      future.add_done_callback(self._on_scored)
-
-  def _book(self, completion: types.Completion) -> types.Rollout | None:
-    """Enters a completion; returns its rollout, if its group is still here."""
-    uid = self._env.owner(completion.uid)
     with self._changed:
-      self.counters.generated += 1
-      self.counters.sampled_tokens += len(completion.tokens)
-      group = self._groups.get(uid)
-      if group is None:  # Dropped while it was sampled.
-        return None
-      group.sampled += 1
-      group.tokens += len(completion.tokens)
-      if group.sampled == self._env.group_size:
-        self._apply(ledgers.Finish(uid, group.tokens))
-    return self._env.rollout(group.prompt, completion)
+      self._note(events.Run())
+      rollouts = self._work.book(completions)
+      self._moved()
+    self._submit(rollouts)
+
+  def _submit(self, rollouts: list[types.Rollout]) -> None:
+    for future in self._rewards.submit_all(rollouts):
+      future.add_done_callback(self._on_scored)
 
   def _on_scored(self, future: concurrent.futures.Future) -> None:
     with self._changed:
@@ -420,18 +425,20 @@ class Stream:
       self._changed.notify_all()
 
   def _has_work(self) -> bool:
-    can_admit = self._policy is not None and not self._exhausted
-    can_admit = can_admit and ledgers.window(self._ledger) > 0
     settled = not self._cfg.asynchronous and self._batch_ready()
-    return self._closed or bool(self._scored) or can_admit or settled
+    cut = self._cut_due and self._up_to_date()
+    moves = self._may_take() or self._may_admit() or self._may_run()
+    enters = any(map(self._may_settle, self._work.held))
+    news = self._closed or bool(self._scored)
+    return news or settled or cut or moves or enters
 
   def _generation_reason(self) -> str:
-    if self._policy is None:
+    if self._current is None:
       return "weights_pending"
-    states = {e.state for e in self._ledger.outstanding}
+    states = {e.state for e in self.ledger.outstanding}
     if "scoring" in states:
       return "reward_pending"
-    full = ledgers.batch(self._ledger)
+    full = ledgers.batch(self.ledger)
     return "queue_full" if full else "lag_gate"
 
   def _await(
@@ -444,14 +451,13 @@ class Stream:
     while not ready():
       why = reason()  # Anew after each event: it may be another one by now.
       patience = self._progress + self._cfg.stall_s - time.monotonic()
-      if why in _TRAINERS_TURN:
-        # The trainer may compile or evaluate for long. It is in this process:
-        # when it ends, for whatever reason, it closes the stream.
+      if why in _TRAINERS_TURN and stage == "generation":
+        # It may compile or evaluate for long, and ends the stream when it ends.
         patience = self._cfg.stall_s
       if patience <= 0:
         raise types.RunError(
           f"stream: {stage} waited for {why} and nothing moved for "
-          f"{self._cfg.stall_s:g} s (stream.stall_s); {self._ledger}"
+          f"{self._cfg.stall_s:g} s (stream.stall_s); {self.ledger}"
         )
       with self._clock.span(stage, f"wait/{why}"):
         self._changed.wait(min(patience, _GLANCE_S))
@@ -463,38 +469,28 @@ class Stream:
     if thread.is_alive():
       logging.error("stream: the rollout worker hangs in a block; left behind")
 
+  def _dead(self) -> bool:
+    return self._worker is not None and self._worker.done()
+
   def _raise_if_dead(self) -> None:
-    if self._worker is not None and self._worker.done():
+    if self._worker is not None and self._dead():
       self._worker.result()
 
+  def _stop_admitting(self) -> None:
+    if not self._plan.defers:  # Its cut has yet to come in its time.
+      self._work.stop()
+
   def _drop_stale(self) -> None:
-    for uid in ledgers.stale(self._ledger):
-      self._leave(ledgers.Drop(uid))
+    for event in map(ledgers.Drop, ledgers.stale(self.ledger)):
+      if self._plan.allows(event):
+        self._work.leave(event)
+        self._moved()
 
-  def _leave(self, event: ledgers.Filter | ledgers.Fail | ledgers.Drop) -> None:
-    self._apply(event)
-    self._groups.pop(event.uid)
-    self._frontier = frontiers.finish(self._frontier, event.uid)
+  def _note(self, event: events.Event) -> None:
+    self._plan.applied(event)
+    if self._log is not None:
+      self._log.write(event)
 
-  def _apply(self, event: ledgers.Event) -> None:
-    self._ledger = ledgers.apply(self._ledger, event)
+  def _moved(self) -> None:
     self._progress = time.monotonic()
     self._changed.notify_all()
-
-  def _notify(self) -> None:
-    with self._changed:
-      self._changed.notify_all()
-
-
-@dataclasses.dataclass
-class _Assembly:
-  """A group while its rollouts come in, in any order."""
-
-  prompt: types.Prompt
-  sampled: int = 0
-  tokens: int = 0
-  scored: dict[int, types.Rollout] = dataclasses.field(default_factory=dict)
-
-  def group(self) -> types.Group:
-    rollouts = tuple(self.scored[uid] for uid in sorted(self.scored))
-    return types.Group(prompt=self.prompt, rollouts=rollouts)

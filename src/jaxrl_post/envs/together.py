@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Self
 
 from jaxrl_post import types
-from jaxrl_post.data import frontier as frontiers
 
 
 def bare(groups: list[types.Group] | None) -> list[types.Group] | None:
@@ -54,10 +53,14 @@ class Follower:
     """Does nothing: the head stops."""
 
   def publish(
-    self, policy: types.Policy, updated_at: float | None = None
+    self,
+    policy: types.Policy,
+    updated_at: float | None = None,
+    *,
+    cut: bool = False,
   ) -> None:
-    """Hands over the newest weights; `updated_at` is for the head's clock."""
-    del updated_at
+    """Hands over the newest weights; all else is for the head."""
+    del updated_at, cut
     self._publish(policy)
 
   def next(self) -> list[types.Group] | None:
@@ -68,7 +71,5 @@ class Follower:
     """
     raise RuntimeError("only the head takes batches")
 
-  @property
-  def frontier(self) -> frontiers.Frontier:
-    """An empty one: the head writes the true one into checkpoints."""
-    return frontiers.Frontier()
+  def cut(self) -> None:
+    """Returns None: the head writes the stream into checkpoints."""

@@ -66,6 +66,7 @@ def build(
     slots=max_prompt + cfg.max_tokens,
     num_stop_ids=cfg.max_stop_ids,
     dtype=cfg.dtype,
+    num_forced=cfg.max_tokens,
   )
   shardings: steps.DecodeState = dataclasses.replace(
     jax.tree.map(lambda _: rows, jax.eval_shape(empty)),

@@ -1,9 +1,10 @@
 """Checkpoints: what a run needs to go on, written while it trains.
 
 A checkpoint of step 12 is the folder `12`: the arrays in `state`, in the form
-of `orbax.checkpoint.v1`, the host's part in `meta.json`, and `manifest.json`
-with the size and checksum of every file. The manifest is written last, so a
-folder without it is not a checkpoint, whatever killed its writer.
+of `orbax.checkpoint.v1`, the host's part in `meta.json` and files beside it,
+and `manifest.json` with the size and checksum of every file. The manifest is
+written last, so a folder without it is not a checkpoint, whatever killed its
+writer.
 """
 
 import concurrent.futures
@@ -11,11 +12,12 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import pathlib
 import shutil
 import socket
-import zlib
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,13 +26,19 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxrl_post import types
 from jaxrl_post.runtime import folder as folder_lib
+from jaxrl_post.runtime import manifest as manifests
 
 _STATE = "state"
 _META = "meta.json"
-_MANIFEST = "manifest.json"
-_CHUNK_BYTES = 1 << 24
-# Longest wait for a save, in seconds.
-DEADLINE_S = 1200.0
+# Longest wait for a save, in seconds; and how long one may keep the trainer
+# waiting before that is said.
+DEADLINE_S, _QUIET_S = 1200.0, 10.0
+# What may be the best of: metrics that say how good a policy is.
+_BEST_BY = ("completion/", "eval/", "loss/", "mismatch/", "reward/", "signal/")
+# What a disk that is full or broken makes of a save; Orbax turns the error of
+# the system into one of the other two.
+_DISK = (OSError, ValueError, RuntimeError)
+_CAUSE_CHARS = 300
 
 _log = logging.getLogger(__name__)
 
@@ -42,21 +50,59 @@ class Checkpoint:
   Attributes:
     every: steps between checkpoints; 0 saves the last step only.
     keep: newest complete checkpoints that stay on disk.
+    keep_every: checkpoints of its multiples stay, too; 0 for none.
+    keep_best: so many more that stay, the best by `best_by`.
+    best_by: name of a metric of `metrics.jsonl`, higher is better. A checkpoint
+      after a step without it, or where it is not finite, is no candidate.
   """
 
   every: int = 10
   keep: int = 2
+  keep_every: int = 0
+  keep_best: int = 0
+  best_by: str = ""
 
   def __post_init__(self) -> None:
+    every, multiple = self.every, self.keep_every
+    fits = multiple == 0 or (every > 0 and multiple % every == 0)
+    prefixes = ", ".join(f"{prefix}..." for prefix in _BEST_BY)
+    known = self.best_by.startswith(_BEST_BY) and self.best_by[-1] != "/"
     rules = (
-      (self.every >= 0, "every", ">= 0 (0 saves the last step)", self.every),
-      (self.keep >= 1, "keep", ">= 1", self.keep),
+      (every >= 0, "every", ">= 0 (0 saves the last step)"),
+      (self.keep >= 1, "keep", ">= 1"),
+      (multiple >= 0, "keep_every", ">= 0 (0 keeps none of them)"),
+      (fits, "keep_every", f"0, or a multiple of checkpoint.every={every}"),
+      (self.keep_best >= 0, "keep_best", ">= 0"),
+      (
+        known or not self.keep_best,
+        "best_by",
+        f"a metric ({prefixes}) with keep_best={self.keep_best}",
+      ),
+      (self.keep_best or not self.best_by, "best_by", "'' with keep_best=0"),
     )
-    for holds, name, rule, value in rules:
+    for holds, name, rule in rules:
       if not holds:
         raise types.InputError(
-          f"checkpoint.{name}: expected {rule}, got {value}. Correct the value."
+          f"checkpoint.{name}: expected {rule}, got {getattr(self, name)!r}. "
+          "Correct the value."
         )
+
+
+@types.host_record
+class Restored:
+  """What a checkpoint held.
+
+  Attributes:
+    state: the tree of arrays.
+    meta: as saved.
+    step: finished steps.
+    files: content by name, as saved.
+  """
+
+  state: types.Tree
+  meta: dict[str, Any]
+  step: int
+  files: dict[str, bytes]
 
 
 def due(cfg: Checkpoint, step: int, num_steps: int) -> bool:
@@ -74,10 +120,14 @@ def due(cfg: Checkpoint, step: int, num_steps: int) -> bool:
 
 
 class Store:
-  """The checkpoints of one run, newest `keep` of them.
+  """The checkpoints of one run, as many as the settings keep.
 
   One thread calls it. In a run of several processes all of them do, in the
   same order, on a folder they share.
+
+  A save that fails, or does not end within `DEADLINE_S`, ends the run: the next
+  call raises a RunError of one line with folder and cause. What was complete
+  before stays: nothing is deleted before the newer one is complete.
   """
 
   def __init__(
@@ -101,12 +151,20 @@ class Store:
     self._agree, self._launching = agree, launching
     self._folder = pathlib.Path(folder).absolute()
     self._folder.mkdir(parents=True, exist_ok=True)
-    self._keep = cfg.keep
-    self._worker = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+    self._cfg = cfg
     self._running: concurrent.futures.Future[None] | None = None
+    self._thread: threading.Thread | None = None
     self._last: int | None = None
+    # Steps with a manifest that were found not to be whole.
+    self._damaged: set[int] = set()
 
-  def save(self, step: int, state: types.Tree, meta: Mapping[str, Any]) -> None:
+  def save(
+    self,
+    step: int,
+    state: types.Tree,
+    meta: Mapping[str, Any],
+    files: Mapping[str, bytes] | None = None,
+  ) -> None:
     """Starts to write a checkpoint, after the one before it is written.
 
     Args:
@@ -114,35 +172,47 @@ class Store:
         complete already, and left as it is.
       state: a tree of jax arrays, random keys among them. It may be donated
         as soon as this returns.
-      meta: what JSON can hold; read before this returns.
+      meta: what JSON can hold; read before this returns, as are the files.
+        Numbers by name under "metrics", if there are any, decide which
+        checkpoints are the best.
+      files: content by name, for files beside it.
 
     Returns:
-      Nothing, before the files are complete. Older checkpoints beyond `keep`
-      are deleted once they are.
+      Nothing, before the files are complete. Older checkpoints are deleted
+      once they are, but for those that the settings keep. Only the first
+      process writes meta and files.
 
     Raises:
-      RunError: the save before did not end in time.
-      OSError: or whatever else made the save before this one fail.
+      RunError: this save cannot begin, or the one before failed or did not end
+        in time.
+      ValueError: a name is no plain one, or taken.
     """
     self._settle(DEADLINE_S)
     if step == self._last:
       return
-    text = json.dumps(meta)
+    content = {_META: json.dumps(meta).encode(), **_copies(files or {})}
     path = self._folder / str(step)
-    if jax.process_index() == 0:
-      # Left by a run that was killed while it wrote this step.
-      _delete(path)
-      path.mkdir()
-    with self._launching():
-      response = ocp.save_async(str(path / _STATE), state)
-    self._running = self._worker.submit(
-      self._finish, response, path, text, _describe(state)
-    )
-    self._last = step
+    try:
+      if jax.process_index() == 0:
+        # Left by a run that was killed while it wrote this step.
+        _delete(path)
+        path.mkdir()
+      with self._launching():
+        response = ocp.save_async(str(path / _STATE), state)
+    except _DISK as error:
+      raise self._failure(step, error) from error
+    self._start(step, response, path, content, _describe(state))
 
-  def restore(
-    self, abstract_state: types.Tree
-  ) -> tuple[types.Tree, dict[str, Any], int] | None:
+  def check(self) -> None:
+    """Looks whether the running save has failed; does not wait for it.
+
+    Raises:
+      RunError: it has.
+    """
+    if self._running is not None and self._running.done():
+      self._settle(0.0)
+
+  def restore(self, abstract_state: types.Tree) -> Restored | None:
     """Reads the newest checkpoint that is whole.
 
     Args:
@@ -150,9 +220,9 @@ class Store:
         each array; its shardings need not be those of the run that saved.
 
     Returns:
-      State, meta and step, bit for bit as saved, in the shardings asked for;
-      None when nothing was ever completely saved. Each newer folder that is
-      not whole is named in one warning.
+      What was saved, bit for bit, in the shardings asked for; None when
+      nothing was ever completely saved. Each newer folder that is not whole is
+      named in one warning.
 
     Raises:
       InputError: a leaf is missing, too many, or of another shape or dtype.
@@ -164,7 +234,7 @@ class Store:
     if step is None:
       return None
     path = self._folder / str(step)
-    if not (path / _MANIFEST).exists():
+    if not (path / manifests.NAME).exists():
       raise types.InputError(
         f"--workdir: expected a folder that all processes share, got {path} "
         f"only at the first of them, not at {socket.gethostname()}. Use a "
@@ -177,7 +247,7 @@ class Store:
     damaged = []
     for step in sorted(_steps(self._folder), reverse=True):
       path = self._folder / str(step)
-      fault = _fault(path)
+      fault = manifests.fault(path)
       if fault is None:
         return step
       _log.warning(
@@ -185,7 +255,8 @@ class Store:
         path,
         fault,
       )
-      if (path / _MANIFEST).exists():
+      if (path / manifests.NAME).exists():
+        self._damaged.add(step)
         damaged.append(str(step))
     if damaged:
       raise types.RunError(
@@ -205,56 +276,156 @@ class Store:
       Nothing; the checkpoint of the last `save` is then complete.
 
     Raises:
-      RunError: it did not end in time.
-      OSError: or whatever else made the last save fail.
+      RunError: the save failed, or did not end in time.
     """
-    self._worker.shutdown(wait=False)
     self._settle(deadline)
 
   def _load(
     self, path: pathlib.Path, step: int, abstract_state: types.Tree
-  ) -> tuple[types.Tree, dict[str, Any], int]:
-    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    _check_leaves(path, manifest["leaves"], _describe(abstract_state))
+  ) -> Restored:
+    manifest = manifests.read(path)
+    _check_leaves(path, manifest.leaves, _describe(abstract_state))
     state = ocp.load(str(path / _STATE), abstract_state)
     meta = json.loads((path / _META).read_text(encoding="utf-8"))
+    files = {
+      name: (path / name).read_bytes()
+      for name in manifest.files
+      if "/" not in name and name != _META
+    }
     self._last = step
-    return state, meta, step
+    return Restored(state=state, meta=meta, step=step, files=files)
+
+  def _start(self, step: int, *job: Any) -> None:
+    """Lets a thread of its own finish a save."""
+    self._running = concurrent.futures.Future()
+    # A daemon: a disk that hangs must not keep the process alive.
+    self._thread = threading.Thread(
+      target=self._work, args=(self._running, *job), daemon=True
+    )
+    self._thread.name = f"checkpoint-{step}"
+    self._last = step
+    self._thread.start()
+
+  def _work(self, done: concurrent.futures.Future[None], *job: Any) -> None:
+    try:
+      self._finish(*job)
+    except BaseException as error:
+      done.set_exception(error)  # For the thread that saves to raise.
+    else:
+      done.set_result(None)
 
   def _settle(self, deadline: float) -> None:
+    """Waits for the running save, and raises what became of it."""
     running, self._running = self._running, None
-    if running is None:
+    if running is None or self._thread is None or self._last is None:
       return
     try:
-      running.result(deadline)
-    except TimeoutError as error:
-      raise types.RunError(
-        f"{self._folder}: expected the save of step {self._last} to end "
-        f"within {deadline} s, got no answer. Check the disk."
-      ) from error
+      error = self._await(running, deadline)
+    except TimeoutError:
+      error = TimeoutError(f"no end of it within {deadline:g} s")
+    else:
+      self._thread.join()
+    if error is None:
+      return
+    failure = self._failure(self._last, error)
+    if not isinstance(error, _DISK):
+      failure.__cause__ = error
+    raise failure
+
+  def _await(
+    self, running: concurrent.futures.Future[None], deadline: float
+  ) -> BaseException | None:
+    if deadline > _QUIET_S:
+      with contextlib.suppress(TimeoutError):
+        return running.exception(_QUIET_S)
+      _log.warning(
+        "checkpoint %s: training waits for its save to end; a larger "
+        "checkpoint.every, or a faster disk, avoids that",
+        self._folder / str(self._last),
+      )
+    return running.exception(deadline)
+
+  def _failure(self, step: int, error: BaseException) -> types.RunError:
+    """Says in one line that a save failed, why, and what there is instead."""
+    whole = "there is none before it"
+    with contextlib.suppress(OSError):  # The disk may be gone altogether.
+      before = [s for s in self._complete() if s < step]
+      if before:
+        whole = f"the newest whole one is of step {max(before)}"
+    cause = " ".join(f"{type(error).__name__}: {error}".split())[:_CAUSE_CHARS]
+    return types.RunError(
+      f"checkpoint {self._folder / str(step)}: expected to save it, got {cause}"
+      f"; {whole}. Make room or repair the disk, and start the same command "
+      "again."
+    )
 
   def _finish(
     self,
     response: Any,  # ocp.AsyncResponse, which cannot be checked at run time
     path: pathlib.Path,
-    meta: str,
+    content: dict[str, bytes],
     leaves: dict[str, str],
   ) -> None:
-    response.result(DEADLINE_S)
-    if jax.process_index() != 0:
-      return
-    folder_lib.write(path / _META, meta)
-    manifest = {"leaves": leaves, "files": _checksums(path)}
-    folder_lib.write(path / _MANIFEST, json.dumps(manifest))
-    self._prune(int(path.name))
+    head = jax.process_index() == 0
+    try:
+      response.result(DEADLINE_S)
+      if head:
+        for name, data in content.items():
+          folder_lib.write(path / name, data)
+        manifests.write(path, leaves)
+    except BaseException:
+      if head:  # Torn, and on a disk that may be full.
+        shutil.rmtree(path, ignore_errors=True)
+      raise
+    if head:
+      self._damaged.discard(int(path.name))
+      self._prune(int(path.name))
 
   def _prune(self, step: int) -> None:
+    """Deletes what is older than a complete checkpoint and not to be kept."""
     older = sorted(s for s in _steps(self._folder) if s <= step)
-    complete = [
-      s for s in older if (self._folder / str(s) / _MANIFEST).exists()
-    ]
-    for s in sorted(set(older) - set(complete[-self._keep :])):
+    complete = [s for s in self._complete() if s <= step]
+    kept = {*complete[-self._cfg.keep :], *self._best(complete)}
+    if self._cfg.keep_every:
+      kept |= {s for s in complete if s % self._cfg.keep_every == 0}
+    for s in sorted(set(older) - kept):
       _delete(self._folder / str(s))
+
+  def _complete(self) -> list[int]:
+    """Returns the steps that are saved, in order."""
+    return [
+      s
+      for s in sorted(_steps(self._folder))
+      if s not in self._damaged
+      and (self._folder / str(s) / manifests.NAME).exists()
+    ]
+
+  def _best(self, steps: list[int]) -> list[int]:
+    """Returns the best of some steps; of two that are equal, the later."""
+    if not self._cfg.keep_best:
+      return []
+    name = self._cfg.best_by
+    values = [(_metric(self._folder / str(s), name), s) for s in steps]
+    found = sorted((v, s) for v, s in values if v is not None)
+    return [s for _, s in found[-self._cfg.keep_best :]]
+
+
+def _metric(path: pathlib.Path, name: str) -> float | None:
+  """Returns a metric of a checkpoint; None if it is no finite number."""
+  try:
+    meta = json.loads((path / _META).read_text(encoding="utf-8"))
+    value = float(meta["metrics"][name])
+  except (OSError, ValueError, KeyError, TypeError):
+    return None
+  return value if math.isfinite(value) else None
+
+
+def _copies(files: Mapping[str, bytes]) -> dict[str, bytes]:
+  for name in files:
+    plain = name == os.path.basename(name) and not name.startswith(".")
+    if not plain or name in ("", _STATE, _META, manifests.NAME):
+      raise ValueError(f"checkpoint: expected the name of a file, got {name!r}")
+  return {name: bytes(data) for name, data in files.items()}
 
 
 def _steps(folder: pathlib.Path) -> list[int]:
@@ -265,7 +436,7 @@ def _steps(folder: pathlib.Path) -> list[int]:
 
 def _delete(path: pathlib.Path) -> None:
   # Without its manifest a folder that is half deleted is no checkpoint.
-  (path / _MANIFEST).unlink(missing_ok=True)
+  (path / manifests.NAME).unlink(missing_ok=True)
   if path.exists():
     shutil.rmtree(path)
 
@@ -292,35 +463,3 @@ def _check_leaves(
         f"checkpoint {path}, leaf {name}: expected {want}, got {have}. Resume "
         "with the configuration that wrote it, or choose another --workdir."
       )
-
-
-def _checksums(path: pathlib.Path) -> dict[str, list[int]]:
-  files = sorted(p for p in path.rglob("*") if p.is_file())
-  return {str(p.relative_to(path)): [p.stat().st_size, _crc(p)] for p in files}
-
-
-def _crc(path: pathlib.Path) -> int:
-  total = 0
-  with path.open("rb") as file:
-    while chunk := file.read(_CHUNK_BYTES):
-      total = zlib.crc32(chunk, total)
-  return total
-
-
-def _fault(path: pathlib.Path) -> str | None:
-  """Says what is missing or damaged in a checkpoint; None when it is whole."""
-  try:
-    files = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))["files"]
-  except FileNotFoundError:
-    return f"it has no {_MANIFEST}: its save did not finish"
-  except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-    return f"{_MANIFEST} is damaged"
-  for name, (size, crc) in files.items():
-    file = path / name
-    if not file.is_file():
-      return f"{name} is missing"
-    if file.stat().st_size != size:
-      return f"{name} has {file.stat().st_size} bytes, not {size}"
-    if _crc(file) != crc:
-      return f"the checksum of {name} is wrong"
-  return None

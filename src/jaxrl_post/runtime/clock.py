@@ -10,7 +10,8 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax.monitoring
 
@@ -90,14 +91,29 @@ class Clock:
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     jax.monitoring.register_event_listener(self._on_event)
 
-  def start(self) -> None:
+  def start(self, past: Mapping[str, Any] | None = None) -> None:
     """Sets T = 0, the first time it is called: at the first admission.
 
     Spans that are open already count from now on.
+
+    Args:
+      past: `totals` of the processes that ran before this one; T goes on from
+        theirs.
     """
     with self._lock:
       if self._start is None:
-        self._start = self._charged_to = self._now()
+        self._charged_to = self._now()
+        self._start = self._charged_to - (past["T"] if past else 0.0)
+        for stage, kinds in (past["stages"] if past else {}).items():
+          self._totals[stage].update(kinds)
+
+  def totals(self) -> dict[str, Any]:
+    """Returns `T` and, by stage and kind, seconds; what JSON can hold."""
+    with self._lock:
+      self._charge()
+      wall = self._charged_to - self._start if self._start is not None else 0.0
+      stages = {stage: dict(kinds) for stage, kinds in self._totals.items()}
+    return {"T": wall, "stages": stages}
 
   @contextlib.contextmanager
   def span(self, stage: str, kind: str) -> Iterator[None]:
@@ -138,10 +154,9 @@ class Clock:
       `accounting/residual`, the largest fraction of a stage that was in no
       span; `compile/{count,from_cache,seconds}`, cumulative.
     """
+    past = self.totals()
+    wall, totals = past["T"], past["stages"]
     with self._lock:
-      self._charge()
-      wall = self._charged_to - self._start if self._start is not None else 0.0
-      totals = {stage: dict(kinds) for stage, kinds in self._totals.items()}
       metrics = {
         "T": wall,
         "compile/count": float(self.compilations),

@@ -20,22 +20,23 @@ _LOCK_FILE = ".lock"
 _ABSENT = "(absent)"
 
 
-def write(path: str | os.PathLike[str], text: str) -> None:
+def write(path: str | os.PathLike[str], content: str | bytes) -> None:
   """Replaces a file in one step, on disk before it returns.
 
   Args:
     path: the file; its folder must exist.
-    text: the whole new content.
+    content: the whole new content; text becomes UTF-8.
 
   Returns:
     Nothing. A reader sees the old content or the new, never a part, even if
     the process is killed in between.
   """
   path = pathlib.Path(path)
+  data = content.encode() if isinstance(content, str) else content
   handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
   try:
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-      file.write(text)
+    with os.fdopen(handle, "wb") as file:
+      file.write(data)
       file.flush()
       os.fsync(file.fileno())
     # mkstemp makes the file private; a run folder is read by others too.

@@ -113,8 +113,9 @@ class Hosts:
   Attributes:
     index: of this process.
     count: of all processes.
-    stopping: whether one of them was asked to stop; set it to ask for it. The
-      head learns of it within a second.
+    stopping: what asked one of them to stop; "" for nothing. Set it to ask for
+      it: the head learns of it within a second.
+    heeds_stop: whether this process looks at it; the loop says so.
   """
 
   def __init__(
@@ -146,7 +147,7 @@ class Hosts:
     self._byes: set[int] = set()
     self._gone = threading.Condition()
     self._ending = threading.Event()
-    self.stopping = False
+    self.stopping, self.heeds_stop = "", False
     for number, link in self._links.items():
       for work in (self._read, self._beat):
         name = f"{work.__name__}-{number}"
@@ -260,12 +261,12 @@ class Hosts:
         self._take(number, kind, value)
     except OSError as error:
       if number not in self._byes:
-        self._end(f"{link.name} was lost: {error}")
+        self.end(f"{link.name} was lost: {error}")
 
   def _take(self, number: int, kind: str, value: Any) -> None:
     if kind == _FAIL:
       reason, code = value
-      self._end(reason, code=code)
+      self.end(reason, code=code)
     elif kind == _AT:
       self._arrived(number, value)
     elif kind == _SHARE:
@@ -295,7 +296,7 @@ class Hosts:
           link.send(pickle.dumps((_BEAT, self.stopping)))
       silent = time.monotonic() - link.heard
       if silent > self._silence_s and number not in self._byes:
-        self._end(
+        self.end(
           f"{link.name} was silent for {silent:.0f} s "
           f"(placement.peer_timeout_s={self._silence_s:g})"
         )
@@ -317,7 +318,7 @@ class Hosts:
         waited = time.monotonic() - min(left)
         behind = place.count < most and waited > place.limit_s
         if behind and not self._is_silent(number):
-          self._end(
+          self.end(
             f"{self._name(number)} is stuck in {place.name!r}: another one "
             f"left it {waited:.0f} s ago (placement.peer_timeout_s)"
           )
@@ -354,7 +355,7 @@ class Hosts:
       late = ", ".join(
         self._links[i].name for i in sorted(self._links.keys() - self._byes)
       )
-      self._end(f"{late} did not end within {limit_s:g} s of the others")
+      self.end(f"{late} did not end within {limit_s:g} s of the others")
 
   def _fail(self, error: BaseException) -> None:
     """Tells the others why this process ends, and ends it."""
@@ -366,14 +367,14 @@ class Hosts:
     first = (str(error).splitlines() or [""])[0]
     me = f"process {self.index} of {self.count} ({links_lib.me()})"
     if isinstance(error, types.InputError):
-      self._end(f"{me} failed: {first}", f"error: {error}", code=2)
+      self.end(f"{me} failed: {first}", f"error: {error}", code=2)
     elif isinstance(error, KeyboardInterrupt):
-      self._end(f"{me} was interrupted")
+      self.end(f"{me} was interrupted")
     else:
       traceback.print_exception(error)
-      self._end(f"{me} failed: {type(error).__name__}: {first}")
+      self.end(f"{me} failed: {type(error).__name__}: {first}")
 
-  def _end(self, reason: str, line: str = "", code: int = 1) -> None:
+  def end(self, reason: str, line: str = "", code: int = 1) -> None:
     """Ends this process at once; the head ends all others with it.
 
     Args:

@@ -87,6 +87,26 @@ def staleness(
   }
 
 
+def masked(
+  policy_versions: Int[np.ndarray, "B T"], loss_mask: Float[np.ndarray, "B T"]
+) -> dict[str, float]:
+  """Measures how much of what was sampled is only context.
+
+  Args:
+    policy_versions: version that sampled each token; -1 where none did.
+    loss_mask: 1 on tokens that train, as the batch was packed.
+
+  Returns:
+    `staleness/masked_tokens`: the share of sampled tokens with mask 0.
+  """
+  sampled = np.asarray(policy_versions) >= 0
+  return {
+    "staleness/masked_tokens": _over(
+      np.mean, np.asarray(loss_mask)[sampled] == 0
+    )
+  }
+
+
 @types.host_record
 class Counts:
   """What a run has done since its first admission.

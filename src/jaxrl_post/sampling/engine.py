@@ -3,12 +3,17 @@
 Continuous batching over the pure steps of `steps`: between two blocks, rows
 that ended are handed out, refilled from waiting requests, and the next block
 is dispatched with whatever weights are the newest.
+
+A completion can be taken out half made (`Engine.partials`) and go on in another
+engine (`types.Request.begun`): with the same key, weights and sizes, what comes
+out is what would have come without the break, bit for bit. Its tokens are put
+through `decode` again, see `steps`.
 """
 
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -32,6 +37,13 @@ class Sampling:
     block: tokens made per dispatch; new weights take effect between blocks.
     prefill_prompts: prompts per prefill call.
     max_stop_ids: most stop tokens a request may have.
+    in_flight: what newer weights mean for a completion in the making. "keep":
+      it goes on, over keys and values of the older ones. "recompute": its
+      prompt and tokens are read again by the newer ones first, which costs a
+      decode step a token. "drain": none is in the making then, because whoever
+      calls the engine holds newer weights back until it is not busy; to the
+      engine itself the same as "keep". In all of them a token keeps the
+      log-probability and version that it was sampled with.
     dtype: of weights, cache and matrix products in the engine.
   """
 
@@ -41,6 +53,7 @@ class Sampling:
   block: int = 8
   prefill_prompts: int = 8
   max_stop_ids: int = 4
+  in_flight: Literal["keep", "recompute", "drain"] = "keep"
   dtype: Literal["float32", "bfloat16"] = "float32"
 
   def __post_init__(self) -> None:
@@ -89,10 +102,18 @@ class _Row:
   """A completion in the making."""
 
   uid: int
-  stop_ids: tuple[int, ...]
+  request: types.Request
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
+
+  def partial(self) -> types.Partial:
+    return types.Partial(
+      uid=self.uid,
+      tokens=tuple(self.tokens),
+      logprobs=tuple(self.logprobs),
+      versions=tuple(self.versions),
+    )
 
   def finished(self) -> types.Completion:
     return types.Completion(
@@ -100,8 +121,20 @@ class _Row:
       tokens=tuple(self.tokens),
       logprobs=tuple(self.logprobs),
       versions=tuple(self.versions),
-      finish=steps.finish(self.tokens, self.stop_ids),
+      finish=steps.finish(self.tokens, self.request.sampling.stop_ids),
     )
+
+
+def _rows_of(request: types.Request) -> collections.deque[_Row]:
+  """Returns the completions of a request as far as they are made."""
+  begun = {partial.uid: partial for partial in request.begun}
+  rows = collections.deque(_Row(uid, request) for uid in request.uids)
+  for row in rows:
+    if row.uid in begun:
+      row.tokens += begun[row.uid].tokens
+      row.logprobs += begun[row.uid].logprobs
+      row.versions += begun[row.uid].versions
+  return rows
 
 
 @dataclasses.dataclass
@@ -109,7 +142,7 @@ class _Waiting:
   """A request of which some completions have no row yet."""
 
   request: types.Request
-  uids: collections.deque[int]
+  rows: collections.deque[_Row]
   prefix: steps.Prefix | None = None
   source: int = 0
 
@@ -160,7 +193,7 @@ class Engine:
   def room(self) -> int:
     """Rows that no completion has, or waits for."""
     taken = sum(row is not None for row in self._rows)
-    return len(self._rows) - taken - sum(len(w.uids) for w in self._waiting)
+    return len(self._rows) - taken - sum(len(w.rows) for w in self._waiting)
 
   @property
   def busy(self) -> bool:
@@ -173,6 +206,7 @@ class Engine:
     Raises:
       InputError: the request does not fit the engine: prompt, completion or
         stop ids too long, or a token that the model does not have.
+      RunError: a completion that it continues is not half made by this request.
     """
     limits = (
       ("prompt tokens", len(request.prompt), self._buckets[-1]),
@@ -191,9 +225,19 @@ class Engine:
         f"request {request.uids[0]}: expected a prompt of at least one token, "
         "got none. Give the prompt a begin token."
       )
-    self._waiting.append(
-      _Waiting(request=request, uids=collections.deque(request.uids))
-    )
+    self._check_begun(request)
+    self._waiting.append(_Waiting(request, _rows_of(request)))
+
+  def partials(self) -> tuple[types.Partial, ...]:
+    """Returns the completions that are half made, as of the last block.
+
+    Returns:
+      Those that have a token, in a row or waiting for one. A request of the
+      same prompt, uids and sampling that has them in `begun` continues them.
+    """
+    rows = [row for row in self._rows if row is not None]
+    rows += [row for waiting in self._waiting for row in waiting.rows]
+    return tuple(row.partial() for row in rows if row.tokens)
 
   def warm_up(self, params: types.Tree) -> None:
     """Compiles every program the engine will run, with no effect on state."""
@@ -204,7 +248,7 @@ class Engine:
       nobody = types.Request(
         prompt=(0,), uids=(), sampling=types.SamplingParams()
       )
-      self._insert(_Waiting(nobody, collections.deque(), prefix), [])
+      self._insert(_Waiting(nobody, _rows_of(nobody), prefix), [])
     self._decode(params)
 
   def step(self, params: types.Tree, version: int) -> list[types.Completion]:
@@ -212,7 +256,8 @@ class Engine:
 
     Args:
       params: the newest weights.
-      version: their policy version, stamped on every token of the block.
+      version: their policy version, stamped on every token of the block. When
+        it is another than before, see `Sampling.in_flight`.
 
     Returns:
       The completions that ended in this block, in row order.
@@ -221,17 +266,20 @@ class Engine:
       # A prompt read by older weights would be in tokens stamped with newer.
       for waiting in self._waiting:
         waiting.prefix = None
+      if self._cfg.in_flight == "recompute":
+        self._rebuild(params)
       self._version = version
     self._refill(params)
     block = jax.device_get(self._decode(params))
     done = []
-    counts = block.valid.sum(axis=1)
+    counts, starts = block.valid.sum(axis=1), block.valid.argmax(axis=1)
     for index, row in enumerate(self._rows):
       if row is None:
         continue
-      count = int(counts[index])
-      row.tokens += block.tokens[index, :count].tolist()
-      row.logprobs += block.logprobs[index, :count].tolist()
+      count, start = int(counts[index]), int(starts[index])
+      sampled = slice(start, start + count)
+      row.tokens += block.tokens[index, sampled].tolist()
+      row.logprobs += block.logprobs[index, sampled].tolist()
       row.versions += [version] * count
       if not block.active[index]:
         done.append(row.finished())
@@ -245,22 +293,40 @@ class Engine:
     while free and self._waiting:
       first = self._waiting[0]
       if first.prefix is None:
-        self._prefill_waiting(params, first)
-      count = min(len(free), len(first.uids), self._width)
+        self._prefill_waiting(params, first, self._waiting)
+      count = min(len(free), len(first.rows), self._width)
       at, free = free[:count], free[count:]
       self._insert(first, at)
-      if not first.uids:
+      if not first.rows:
         self._waiting.popleft()
+
+  def _rebuild(self, params: types.Tree) -> None:
+    """Starts every row again where it is, to read what it has made."""
+    indices: dict[int, list[int]] = {}
+    for index, row in enumerate(self._rows):
+      if row is not None:
+        indices.setdefault(id(row.request), []).append(index)
+    groups = []
+    for at in indices.values():
+      rows = [row for row in (self._rows[i] for i in at) if row is not None]
+      groups.append(_Waiting(rows[0].request, collections.deque(rows)))
+    for group, at in zip(groups, indices.values(), strict=True):
+      if group.prefix is None:
+        self._prefill_waiting(params, group, groups)
+      for i in range(0, len(at), self._width):
+        self._insert(group, at[i : i + self._width])
 
   def _bucket(self, waiting: _Waiting) -> int:
     length = len(waiting.request.prompt)
     return next(b for b in self._buckets if b >= length)
 
-  def _prefill_waiting(self, params: types.Tree, first: _Waiting) -> None:
-    """Prefills the first waiting prompt, and others of its bucket with it."""
+  def _prefill_waiting(
+    self, params: types.Tree, first: _Waiting, others: Iterable[_Waiting]
+  ) -> None:
+    """Prefills the prompt of `first`, and others of its bucket with it."""
     num, bucket = self._cfg.prefill_prompts, self._bucket(first)
     batch = [
-      w for w in self._waiting if w.prefix is None and self._bucket(w) == bucket
+      w for w in others if w.prefix is None and self._bucket(w) == bucket
     ][:num]
     tokens = np.zeros((num, bucket), np.int32)
     length = np.ones(num, np.int32)
@@ -278,15 +344,16 @@ class Engine:
       return self._steps.prefill(params, tokens, length)
 
   def _insert(self, waiting: _Waiting, at: list[int]) -> None:
-    sampling = waiting.request.sampling
-    uids = [waiting.uids.popleft() for _ in at]
-    for index, uid in zip(at, uids, strict=True):
-      self._rows[index] = _Row(uid, sampling.stop_ids)
+    begun = [waiting.rows.popleft() for _ in at]
+    for index, row in zip(at, begun, strict=True):
+      self._rows[index] = row
     rows = steps.rows_for(
-      uids,
-      sampling,
+      [row.uid for row in begun],
+      waiting.request.sampling,
       num_stop_ids=self._cfg.max_stop_ids,
       width=self._width,
+      begun=[row.tokens for row in begun],
+      num_forced=self._cfg.max_tokens,
     )
     nowhere = [len(self._rows)] * (self._width - len(at))
     target = np.array(at + nowhere, np.int32)
@@ -301,6 +368,29 @@ class Engine:
       state = self._allocated()
       self._state, block = self._steps.decode(params, state, self._key)
     return block
+
+  def _check_begun(self, request: types.Request) -> None:
+    """Refuses to continue what this request cannot have begun."""
+    sampling, uids = request.sampling, [p.uid for p in request.begun]
+    for begun in request.begun:
+      sizes = [len(x) for x in (begun.tokens, begun.logprobs, begun.versions)]
+      bad = [t for t in begun.tokens if not 0 <= t < self._vocab_size]
+      stops = [t for t in begun.tokens if t in sampling.stop_ids]
+      most = sampling.max_tokens - 1
+      rules = (
+        (begun.uid in request.uids, f"a uid of {request.uids}", begun.uid),
+        (uids.count(begun.uid) == 1, "each uid once", uids),
+        (len({*sizes}) == 1, "as many log-probabilities and versions", sizes),
+        (sizes[0] <= most, f"at most {most} tokens", sizes[0]),
+        (not bad, f"tokens in [0, {self._vocab_size})", bad),
+        (not stops, "no stop token", stops),
+      )
+      for holds, rule, value in rules:
+        if not holds:
+          raise types.RunError(
+            f"completion {begun.uid} to continue: expected {rule}, got "
+            f"{value}. What was kept of it is damaged, or of another run."
+          )
 
   def _allocated(self) -> steps.DecodeState:
     state, self._state = self._state, None  # The caller donates it.

@@ -128,7 +128,8 @@ class Fleet:
         uids.setdefault(id(order), []).append(uid)
       for order in {id(o): o for o in debt.orders.values()}.values():
         left = tuple(uids[id(order)])
-        request = dataclasses.replace(order.request, uids=left)
+        begun = tuple(p for p in order.request.begun if p.uid in left)
+        request = dataclasses.replace(order.request, uids=left, begun=begun)
         again = dataclasses.replace(order, request=request)
         debt.orders.update({(order.evaluation, uid): again for uid in left})
         member.submit(again)
@@ -186,6 +187,10 @@ class Fleet:
       self._check()
       uids = sorted(uid for evaluation, uid in self._done if not evaluation)
       return [self._done.pop((False, uid)) for uid in uids]
+
+  def partials(self) -> tuple[types.Partial, ...]:
+    """Returns nothing: what members have half made is sampled anew."""
+    return ()
 
   def generate(
     self, policy: types.Policy, requests: Sequence[types.Request]

@@ -4,6 +4,13 @@ A group's prompt is prefilled once and inserted into a cache row for each of
 its completions. `decode` then makes a block of tokens for all rows in one
 dispatch. The key of a token is fold_in(fold_in(key, uid), position): the same
 completion comes out whatever the row, the neighbours or the block size.
+
+A completion may be continued: `decode` then takes the tokens that it has made
+already instead of drawing them, in the same program. So the cache is rebuilt by
+the very operations that built it, bit for bit with equal weights, and nothing
+further is compiled. It costs one decode step a token for rows that would else
+sample; a prefill of prompt and tokens would be one pass, but a program for each
+length, and equal to rounding only.
 """
 
 import dataclasses
@@ -46,7 +53,9 @@ class Rows:
     top_k: 0 keeps all.
     top_p: 1 keeps all.
     stop_ids: padded with -1.
-    remaining: tokens the row may still make.
+    max_tokens: longest completion.
+    made: tokens of the completion so far, those taken from `forced` included.
+    forced: what the completion begins with, whatever is drawn; -1 beyond.
   """
 
   uid: UInt32[Array, " B"]
@@ -54,7 +63,9 @@ class Rows:
   top_k: Int[Array, " B"]
   top_p: Float[Array, " B"]
   stop_ids: Int[Array, "B M"]
-  remaining: Int[Array, " B"]
+  max_tokens: Int[Array, " B"]
+  made: Int[Array, " B"]
+  forced: Int[Array, "B F"]
 
 
 @types.record
@@ -83,7 +94,8 @@ class Block:
   Attributes:
     tokens: 0 where not valid.
     logprobs: in nats; 0 where not valid.
-    valid: the row was active at that column.
+    valid: the row sampled a token at that column; one run a row, which begins
+      behind the tokens that were forced.
     active: rows that go on after the block.
   """
 
@@ -99,6 +111,8 @@ def rows_for(
   *,
   num_stop_ids: int,
   width: int | None = None,
+  begun: Sequence[Sequence[int]] = (),
+  num_forced: int = 0,
 ) -> Rows:
   """Says what to sample in rows that are about to be filled.
 
@@ -107,6 +121,9 @@ def rows_for(
     sampling: how all of them are sampled.
     num_stop_ids: M, at least the number of stop ids in `sampling`.
     width: rows to return, filled up with idle ones; None for one a uid.
+    begun: tokens that the completions begin with, in the order of `uids`;
+      fewer than `sampling.max_tokens` and no stop token among them.
+    num_forced: F, at least the longest of them; that of `empty`.
 
   Returns:
     NumPy arrays; the step that takes them places them.
@@ -114,13 +131,18 @@ def rows_for(
   width = len(uids) if width is None else width
   stop_ids = np.full((width, num_stop_ids), -1, np.int32)
   stop_ids[:, : len(sampling.stop_ids)] = sampling.stop_ids
+  forced = np.full((width, num_forced), -1, np.int32)
+  for row, tokens in enumerate(begun):
+    forced[row, : len(tokens)] = tokens
   fields: dict[str, Any] = dict(
     uid=np.array([*uids, *[0] * (width - len(uids))], np.uint32),
     temperature=np.full(width, sampling.temperature, np.float32),
     top_k=np.full(width, sampling.top_k, np.int32),
     top_p=np.full(width, sampling.top_p, np.float32),
     stop_ids=stop_ids,
-    remaining=np.full(width, sampling.max_tokens, np.int32),
+    max_tokens=np.full(width, sampling.max_tokens, np.int32),
+    made=np.zeros(width, np.int32),
+    forced=forced,
   )
   return Rows(**fields)
 
@@ -132,8 +154,21 @@ def empty(
   slots: int,
   num_stop_ids: int,
   dtype: str,
+  num_forced: int = 0,
 ) -> DecodeState:
-  """Returns an engine with `rows` idle rows of `slots` positions each."""
+  """Returns an engine with no completion in it.
+
+  Args:
+    config: shape of the model.
+    rows: completions in flight at a time.
+    slots: positions of each, prompt included.
+    num_stop_ids: most stop tokens of a row.
+    dtype: of the cache.
+    num_forced: most tokens that a completion can be continued from.
+
+  Returns:
+    A state of idle rows.
+  """
   # Each field is a buffer of its own: one that is shared cannot be donated.
   return DecodeState(
     cache=transformer.empty_cache(config, rows, slots, dtype),
@@ -146,7 +181,9 @@ def empty(
       top_k=jnp.zeros(rows, jnp.int32),
       top_p=jnp.ones(rows, jnp.float32),
       stop_ids=jnp.full((rows, num_stop_ids), -1, jnp.int32),
-      remaining=jnp.zeros(rows, jnp.int32),
+      max_tokens=jnp.zeros(rows, jnp.int32),
+      made=jnp.zeros(rows, jnp.int32),
+      forced=jnp.full((rows, num_forced), -1, jnp.int32),
     ),
   )
 
@@ -248,6 +285,7 @@ def decode(
   Returns:
     The state after the block, and the block. A row stops being active with its
     stop token, which is part of the block, or with its last allowed token.
+    Forced tokens take a column each and are not part of the block.
   """
   num_rows = state.token.shape[0]
   block = Block(
@@ -255,6 +293,10 @@ def decode(
     logprobs=jnp.zeros((num_rows, num_steps), jnp.float32),
     valid=jnp.zeros((num_rows, num_steps), bool),
     active=state.active,
+  )
+  # One more, so that also a row of forced tokens only ends in a free one.
+  forced_tokens = jnp.pad(
+    state.rows.forced, ((0, 0), (0, 1)), constant_values=-1
   )
 
   def proceed(carry: tuple[jax.Array, DecodeState, Block]) -> jax.Array:
@@ -281,15 +323,18 @@ def decode(
       rows.top_k,
       rows.top_p,
     )
-    remaining = rows.remaining - active.astype(jnp.int32)
+    forced = jnp.take_along_axis(
+      forced_tokens, rows.made[:, None], axis=1, mode="clip"
+    )[:, 0]
+    token = jnp.where(forced >= 0, forced, token)
+    drawn = active & (forced < 0)
+    made = rows.made + active.astype(jnp.int32)
     stops = jnp.any(token[:, None] == rows.stop_ids, axis=-1)
     block = Block(
-      tokens=block.tokens.at[:, column].set(jnp.where(active, token, 0)),
-      logprobs=block.logprobs.at[:, column].set(
-        jnp.where(active, logprob, 0.0)
-      ),
-      valid=block.valid.at[:, column].set(active),
-      active=active & ~stops & (remaining > 0),
+      tokens=block.tokens.at[:, column].set(jnp.where(drawn, token, 0)),
+      logprobs=block.logprobs.at[:, column].set(jnp.where(drawn, logprob, 0.0)),
+      valid=block.valid.at[:, column].set(drawn),
+      active=active & ~stops & (made < rows.max_tokens),
     )
     assert cache is not None
     state = DecodeState(
@@ -297,7 +342,7 @@ def decode(
       token=jnp.where(active, token, state.token),
       position=state.position + active.astype(jnp.int32),
       active=block.active,
-      rows=dataclasses.replace(rows, remaining=remaining),
+      rows=dataclasses.replace(rows, made=made),
     )
     return column + 1, state, block
 

@@ -26,8 +26,8 @@ class Optim:
     clip_norm: largest global gradient norm; a longer gradient is scaled.
     microbatches: parts a step's rows are cut into, one after the other, to
       save memory; changes neither loss nor gradient.
-    max_skipped: updates in a row that may be skipped because their gradient is
-      not finite; one more ends the run.
+    max_skipped: updates in a row that may be skipped because their loss or
+      gradient is not finite; one more ends the run. 0 stops at the first.
   """
 
   learning_rate: float = 1e-6

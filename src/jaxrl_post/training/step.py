@@ -85,7 +85,7 @@ def update(
 
   Returns:
     The next state and scalar metrics. `step` is one higher. Where no token
-    trains, or loss or gradient is not finite, weights, optimizer and
+    trains, or loss, gradient or update is not finite, weights, optimizer and
     `version` are bit for bit those of `state` and `loss/skipped` is 1;
     otherwise `version` is one higher. Loss and gradient are the same for any
     `microbatches`.
@@ -110,9 +110,10 @@ def update(
   # A NaN that a comparison swallowed leaves the gradient finite, but not the
   # loss.
   finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss/policy"])
-  applies = finite & (num_tokens > 0)
   with jax.numpy_dtype_promotion("standard"):  # optax mixes int and float
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  update_norm = optax.tree.norm(updates)
+  applies = finite & jnp.isfinite(update_norm) & (num_tokens > 0)
   params = optax.apply_updates(state.params, updates)
 
   def keep(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -129,7 +130,7 @@ def update(
     "loss/grad_norm": norm,
     "loss/tokens": num_tokens,
     "loss/skipped": 1.0 - applies.astype(jnp.float32),
-    "loss/update_norm": jnp.where(applies, optax.tree.norm(updates), 0.0),
+    "loss/update_norm": jnp.where(applies, update_norm, 0.0),
     **_mismatch(state.version, batch),
   }
   return new_state, metrics
@@ -179,13 +180,16 @@ def _cut(batch: types.Batch, microbatches: int) -> types.Batch:
 def _mismatch(
   version: Int[Array, ""], batch: types.Batch
 ) -> dict[str, jax.Array]:
-  """Compares trainer and sampler on rows whose trained tokens all have lag 0.
+  """Compares trainer and sampler on rows whose sampled tokens all have lag 0.
 
   Prompt and tokens of such a row saw the trainer's very weights, so that any
   difference is numerics. NaN where there is no such row.
   """
   trained = batch.loss_mask > 0
-  older = trained & (batch.policy_versions != version)
+  # Older tokens that do not train count too: the engine may have kept keys and
+  # values of older weights for them.
+  versions = batch.policy_versions
+  older = (versions >= 0) & (versions != version)
   fresh = trained & ~jnp.any(older, axis=1, keepdims=True)
   gap = jnp.where(fresh, batch.old_logprobs - batch.sampler_logprobs, 0.0)
   count = jnp.sum(fresh.astype(jnp.float32))

@@ -1,0 +1,374 @@
+"""The groups of a stream between admission and batch; no threads, no waits.
+
+Whoever calls holds the stream's lock.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol, runtime_checkable
+
+from jaxrl_post import types
+from jaxrl_post.data import frontier as frontiers
+from jaxrl_post.data import prompts as prompt_sets
+from jaxrl_post.envs import cut as cuts
+from jaxrl_post.envs import events, schedule, single_turn
+from jaxrl_post.envs import ledger as ledgers
+
+
+@runtime_checkable
+class Engine(Protocol):
+  """What the stream needs of `sampling.engine.Engine`."""
+
+  @property
+  def room(self) -> int:
+    """Rows that are free."""
+    ...
+
+  @property
+  def busy(self) -> bool:
+    """Whether a step would make tokens."""
+    ...
+
+  def add(self, request: types.Request) -> None:
+    """Queues a group."""
+    ...
+
+  def step(self, params: types.Tree, version: int) -> list[types.Completion]:
+    """Makes one block and returns what ended in it."""
+    ...
+
+  def partials(self) -> tuple[types.Partial, ...]:
+    """Returns the completions that are half made and can be continued."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+  """Weights, and when they came: time.monotonic()."""
+
+  policy: types.Policy
+  updated_at: float | None
+  at: float
+
+  def sync_seconds(self, begun: float) -> dict[str, float]:
+    """Returns `Stream.sync_seconds`, now that they have arrived.
+
+    Args:
+      begun: when the engine began to look.
+    """
+    if self.updated_at is None:
+      return {}
+    now = time.monotonic()
+    return {
+      "sync/latency_s": now - self.updated_at,
+      "sync/reshard_s": self.at - self.updated_at,
+      "sync/swap_s": begun - self.at,
+      "sync/copy_s": now - begun,
+    }
+
+
+@dataclasses.dataclass
+class _Group:
+  """A group while its rollouts come in, in any order.
+
+  Attributes:
+    prompt: that they answer.
+    sampled: rollouts without reward yet, by uid.
+    scored: those that have come back.
+  """
+
+  prompt: types.Prompt
+  sampled: dict[int, types.Rollout] = dataclasses.field(default_factory=dict)
+  scored: dict[int, types.Rollout] = dataclasses.field(default_factory=dict)
+
+  def whole(self) -> types.Group:
+    """Returns the group with its rollouts by uid."""
+    rollouts = tuple(self.scored[uid] for uid in sorted(self.scored))
+    return types.Group(prompt=self.prompt, rollouts=rollouts)
+
+
+class Work:
+  """Ledger, frontier and groups, moved together."""
+
+  def __init__(
+    self,
+    ledger: ledgers.Ledger,
+    *,
+    env: single_turn.SingleTurn,
+    prompts: prompt_sets.Prompts,
+    frontier: frontiers.Frontier,
+    filter_zero_signal: bool,
+    note: Callable[[events.Event], None],
+  ) -> None:
+    """Starts without any group.
+
+    Args:
+      ledger: from `ledgers.start`.
+      env: prompts to requests, completions to rollouts.
+      prompts: what to ask, by uid.
+      frontier: which uids are done already.
+      filter_zero_signal: whether groups whose rewards all agree leave.
+      note: called with each event that is applied.
+    """
+    self._env, self._prompts, self._note = env, prompts, note
+    self._filters = filter_zero_signal
+    self._groups: dict[int, _Group] = {}
+    self._steps: dict[int, int] = {}
+    self._held: list[ledgers.Score | ledgers.Filter | ledgers.Fail] = []
+    self._reasons: dict[int, str] = {}
+    self.ledger, self.frontier = ledger, frontier
+    self.counters = cuts.Counters()
+    self._uids = self._pending()
+    self._next_uid = next(self._uids)
+
+  @property
+  def exhausted(self) -> bool:
+    """Whether the data has ended."""
+    return self._next_uid >= len(self._prompts)
+
+  @property
+  def next_uid(self) -> int:
+    """The draw that is admitted next, if the data has not ended."""
+    return self._next_uid
+
+  @property
+  def ended(self) -> bool:
+    """Whether the data has ended and cannot fill another batch."""
+    short = len(self.ledger.outstanding) < self.ledger.groups_per_step
+    return self.exhausted and short
+
+  @property
+  def window(self) -> int:
+    """Groups that may be admitted; 0 when the data has ended."""
+    return 0 if self.exhausted else max(0, ledgers.window(self.ledger))
+
+  @property
+  def held(self) -> list[ledgers.Score | ledgers.Filter | ledgers.Fail]:
+    """Outcomes of groups that are known, and not entered yet, in order."""
+    return self._held
+
+  def awaited(self) -> str:
+    """Says why the next batch is not ready."""
+    states = self._states_of_next() - {"ready"}
+    return "reward_pending" if states == {"scoring"} else "queue_empty"
+
+  def facts(
+    self, current: Published | None, newest: Published | None, engine: Engine
+  ) -> schedule.Facts:
+    """Returns what a schedule may look at.
+
+    Args:
+      current: weights that the engine samples with.
+      newest: weights that the trainer has handed over.
+      engine: that samples.
+    """
+    book, n = self.ledger, self.ledger.groups_per_step
+    ready = len(book.outstanding) >= n and self._states_of_next() == {"ready"}
+    return schedule.Facts(
+      current=None if current is None else current.policy.step,
+      newest=None if newest is None else newest.policy.step,
+      window=self.window,
+      room=engine.room,
+      busy=engine.busy,
+      scoring=sum(len(group.sampled) for group in self._groups.values()),
+      held=len(self._held),
+      complete=book.step > book.version or ready,
+    )
+
+  def apply(self, event: ledgers.Event) -> None:
+    """Moves the ledger."""
+    self.ledger = ledgers.apply(self.ledger, event)
+    self._note(event)
+
+  def stop(self) -> None:
+    """Admits nothing more; no event, since it is of no other run."""
+    self.ledger = ledgers.apply(self.ledger, ledgers.Stop())
+
+  def publish(self, policy: types.Policy) -> None:
+    """Enters newer weights."""
+    self._steps[policy.version] = policy.step
+    self.apply(ledgers.Publish(policy.step))
+
+  def admit(self) -> types.Request:
+    """Begins the next group; returns what to sample."""
+    prompt = self._prompts[self._next_uid]
+    self.apply(ledgers.Admit(prompt.uid))
+    self._groups[prompt.uid] = _Group(prompt)
+    self._next_uid = next(self._uids)
+    return self._env.request(prompt)
+
+  def book(
+    self, completions: Iterable[types.Completion]
+  ) -> list[types.Rollout]:
+    """Enters completions; returns the rollouts of groups that are still here.
+
+    Returns:
+      Those that are to be scored.
+    """
+    rollouts = []
+    for completion in completions:
+      self.counters.generated += 1
+      self.counters.sampled_tokens += len(completion.tokens)
+      uid = self._env.owner(completion.uid)
+      group = self._groups.get(uid)
+      if group is None:  # Dropped while it was sampled.
+        continue
+      for step, tokens in self._by_step(completion).items():
+        self.apply(ledgers.Block(uid, tokens, step))
+      rollout = self._env.rollout(group.prompt, completion)
+      group.sampled[completion.uid] = rollout
+      if len(group.sampled) + len(group.scored) == self._env.group_size:
+        self.apply(ledgers.Finish(uid))
+      rollouts.append(rollout)
+    return rollouts
+
+  def score(self, rollout: types.Rollout) -> None:
+    """Takes a rollout with its reward; the last one of a group settles it."""
+    uid = rollout.prompt.uid
+    group = self._groups.get(uid)
+    if group is None:
+      return
+    del group.sampled[rollout.completion.uid]
+    group.scored[rollout.completion.uid] = rollout
+    if len(group.scored) == self._env.group_size:
+      self._held.append(self._outcome(uid, group))
+
+  def settle(self, allows: Callable[[ledgers.Event], bool]) -> list[str]:
+    """Enters the outcomes that are known, as far as it is allowed.
+
+    Returns:
+      Of each group that left untrained, why.
+    """
+    reasons = []
+    for event in [*self._held]:
+      if event.uid not in self._groups:  # Dropped meanwhile.
+        self._held.remove(event)
+      elif allows(event):
+        self._held.remove(event)
+        if isinstance(event, ledgers.Score):
+          self.apply(event)
+        else:
+          reasons.append(self._reasons.pop(event.uid))
+          self.leave(event)
+    return reasons
+
+  def leave(self, event: ledgers.Filter | ledgers.Fail | ledgers.Drop) -> None:
+    """Lets a group go untrained."""
+    self.apply(event)
+    self._groups.pop(event.uid)
+    self.frontier = frontiers.finish(self.frontier, event.uid)
+    self.counters.left_in_step += 1
+
+  def take(self, uids: tuple[int, ...]) -> list[types.Group]:
+    """Hands out a batch, by uid."""
+    self.apply(ledgers.Consume(uids))
+    self.counters.left_in_step = 0
+    for uid in uids:
+      self.frontier = frontiers.finish(self.frontier, uid)
+    return [self._groups.pop(uid).whole() for uid in sorted(uids)]
+
+  def cut(self, partials: Iterable[types.Partial], events: int) -> cuts.Cut:
+    """Returns all that is needed to go on from here.
+
+    Args:
+      partials: completions that the engine has half made.
+      events: written so far.
+    """
+    begun: dict[int, list[types.Partial]] = {}
+    for partial in partials:
+      begun.setdefault(self._env.owner(partial.uid), []).append(partial)
+    groups = [
+      cuts.Open(
+        uid=uid,
+        begun=tuple(begun.get(uid, ())),
+        sampled=tuple(r.completion for r in group.sampled.values()),
+        scored=tuple(group.scored.values()),
+      )
+      for uid, group in self._groups.items()
+    ]
+    return cuts.Cut(
+      ledger=self.ledger,
+      frontier=self.frontier,
+      groups=tuple(groups),
+      steps=dict(self._steps),
+      counters=dataclasses.replace(self.counters),
+      events=events,
+    )
+
+  def restore(
+    self, cut: cuts.Cut
+  ) -> tuple[list[types.Request], list[types.Rollout]]:
+    """Goes on from a cut, instead of starting.
+
+    Returns:
+      What is left to sample, and the rollouts that are to be scored.
+    """
+    saved = cut.ledger
+    kept = {e.uid for e in saved.outstanding if e.state != "ready"}
+    self.ledger = ledgers.restore(saved, self.ledger, kept)
+    self.frontier, self.counters = cut.frontier, cut.counters
+    self._steps = dict(cut.steps)
+    here = {entry.uid for entry in self.ledger.outstanding}
+    requests, rollouts = [], []
+    for was in cut.groups:
+      if was.uid in here:
+        group = _Group(self._prompts[was.uid])
+        self._groups[was.uid] = group
+        requests += self._rest(group, was)
+        rollouts += group.sampled.values()
+    self._uids = self._pending()
+    self._next_uid = next(self._uids)
+    return requests, rollouts
+
+  def _rest(self, group: _Group, was: cuts.Open) -> list[types.Request]:
+    """Fills a group from a cut; returns what of it is left to sample."""
+    for completion in was.sampled:
+      rollout = self._env.rollout(group.prompt, completion)
+      group.sampled[completion.uid] = rollout
+    group.scored = {r.completion.uid: r for r in was.scored}
+    whole = self._env.request(group.prompt)
+    done = group.sampled.keys() | group.scored.keys()
+    uids = tuple(uid for uid in whole.uids if uid not in done)
+    entries = {e.uid: e.state for e in self.ledger.outstanding}
+    if entries[was.uid] == "scoring" and not group.sampled:
+      self._held.append(self._outcome(was.uid, group))
+    if not uids:
+      return []
+    return [dataclasses.replace(whole, uids=uids, begun=was.begun)]
+
+  def _outcome(
+    self, uid: int, group: _Group
+  ) -> ledgers.Score | ledgers.Filter | ledgers.Fail:
+    rewards = [rollout.reward for rollout in group.scored.values()]
+    valid = [reward for reward in rewards if math.isfinite(reward)]
+    if not valid:
+      self._reasons[uid] = next(iter(group.scored.values())).failure
+      return ledgers.Fail(uid)
+    if self._filters and max(valid) == min(valid):
+      self._reasons[uid] = f"all rewards {valid[0]:g}"
+      return ledgers.Filter(uid)
+    return ledgers.Score(uid)
+
+  def _by_step(self, completion: types.Completion) -> Mapping[int, int]:
+    """Counts tokens by the ledger's version of the weights that made them.
+
+    An update that was skipped leaves the policy version as it was; the newest
+    batch with these weights is theirs.
+    """
+    counts: dict[int, int] = {}
+    for version in completion.versions:
+      step = self._steps[version]
+      counts[step] = counts.get(step, 0) + 1
+    return counts
+
+  def _states_of_next(self) -> set[str]:
+    due = self.ledger.outstanding[: self.ledger.groups_per_step]
+    return {entry.state for entry in due}
+
+  def _pending(self) -> Iterator[int]:
+    """Yields the draws that have not begun."""
+    taken = {entry.uid for entry in self.ledger.outstanding}
+    uids = frontiers.pending(self.frontier)
+    return (uid for uid in uids if uid not in taken)
