@@ -33,7 +33,7 @@ MODES = {
 }
 EXACT = tuple(name for name in MODES if "lag" not in name)
 LAGGING = tuple(name for name in MODES if "lag" in name)
-STEPS = 3
+STEPS = 5
 
 
 @pytest.fixture(name="trained", scope="module")

@@ -162,7 +162,15 @@ def test_c11_splitting_into_microbatches_changes_nothing(microbatches):
     m["loss/grad_norm"], n["loss/grad_norm"], rtol=1e-6
   )
   _close(m, n, 1e-5)
-  _close(whole.params, parts.params, 1e-5)
+  grads = optax.tree.get(whole.opt_state, "mu")
+  _close(grads, optax.tree.get(parts.opt_state, "mu"), 1e-7)
+
+  # Adam makes a step of any gradient that is not zero, noise included.
+  def close_where_steep(grad, new, other):
+    steep = np.abs(grad) > 1e-6
+    np.testing.assert_allclose(new[steep], other[steep], atol=1e-5)
+
+  jax.tree.map(close_where_steep, grads, whole.params, parts.params)
 
 
 @pytest.mark.parametrize("cut", [[6], [3, 3], [1, 5], [2, 2, 2]])
