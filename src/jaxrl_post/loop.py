@@ -183,8 +183,8 @@ class Tools:
       "totals": self.notes.totals,
       "seconds": self.clock.totals(),
     }
-    files = {} if made is None else cuts.to_files(made)
     with self.clock.span("training", "checkpoint"):
+      files = {} if made is None else cuts.to_files(made)
       self.store.save(step, state, meta, files)
 
 
@@ -213,7 +213,12 @@ def open_tools(
       about=prepare.about(cfg, parts),
     )
   stack.callback(notes.close)
-  store = checkpoint.Store(folder / "checkpoints", cfg.checkpoint, hosts.share)
+  store = checkpoint.Store(
+    folder / "checkpoints",
+    cfg.checkpoint,
+    hosts.share,
+    place.launching if hosts.count > 1 else contextlib.nullcontext,
+  )
   stack.callback(store.close)
   if cfg.debug.replay is None:
     samplers = generation.samplers(cfg, parts, place, hosts)
@@ -258,7 +263,8 @@ def open_stream(
     cfg.max_lag,
     on_stale=cfg.stream.on_stale,
     ordered=cfg.stream.deterministic,
-    num_steps=cfg.num_steps,
+    # Who follows a run admits as that run did.
+    num_steps=None if cfg.stream.follow else cfg.num_steps,
     step=policy.step,
   )
   if cfg.debug.replay is not None:
@@ -266,6 +272,7 @@ def open_stream(
   assert tools.rewards is not None, "the head's"
   cut = None
   if saved is not None:
+    _check_goes_on(cfg, saved)
     cut = cuts.from_files(
       saved.files, prompts=parts.data.train, rollout=parts.env.rollout
     )
@@ -290,6 +297,16 @@ def open_stream(
     rollouts.restore(cut)
   rollouts.publish(policy)
   return rollouts
+
+
+def _check_goes_on(cfg: config.Run, saved: checkpoint.Restored) -> None:
+  """Refuses to follow a run from anywhere but its beginning."""
+  if cfg.stream.follow:
+    raise types.InputError(
+      "--workdir: expected a folder without checkpoints with stream.follow, "
+      f"which begins at the first event, got one of step {saved.step}. Name "
+      "another."
+    )
 
 
 def _open_log(

@@ -277,6 +277,22 @@ def test_recomputing_with_equal_weights_changes_no_bit(block):
   assert version > 10
 
 
+@pytest.mark.parametrize("made", [4, 8])
+def test_renewed_weights_are_read_as_by_an_engine_that_continues(made):
+  engine, other = (_engine(4, "recompute") for _ in range(2))
+  engine.add(_request((10, 11)))
+  for _ in range(made // 4):
+    engine.step(_params(), 0)
+  begun = engine.partials()
+  other.add(_request((10, 11), begun=begun))
+  engine.renew()
+  while engine.busy:
+    # Block by block: what else is sampled meanwhile must be the same, too.
+    assert engine.step(_params(), 0) == other.step(_params(), 0)
+    assert engine.partials() == other.partials()
+  assert not other.busy
+
+
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
 def test_c64_57_sevens_then_71_eights_whatever_is_in_flight(in_flight):
   engine = _engine(1, in_flight)

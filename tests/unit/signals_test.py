@@ -98,3 +98,13 @@ def test_what_a_process_has_started_ends_with_it():
     ):
       assert time.monotonic() < deadline
       threading.Event().wait(0.02)
+
+
+@pytest.mark.parametrize("hosts", [None, hosts_lib.Hosts()])
+def test_a_terminal_that_is_gone_keeps_no_process(monkeypatch, hosts):
+  last = signals.Stopper("")
+  last.hosts = hosts
+  with open(os.devnull, encoding="utf-8") as gone:  # It cannot be written to.
+    monkeypatch.setattr(sys, "stderr", gone)
+    with pytest.raises(_Ended, match="1"):
+      last.heard("Ctrl-C")

@@ -1,344 +1,51 @@
-"""Streams that are cut, killed, stopped and followed, under every schedule.
-
-The engine is a model of the real one: rows, blocks of columns, tokens that
-depend on uid, place and weights alone, and a column for each token that is read
-again. The weights are a hash of all that they were trained on.
-"""
+"""Streams that are cut, killed, stopped and followed, under every schedule."""
 
 import concurrent.futures
-import contextlib
-import dataclasses
 import json
-import math
 import threading
 import time
-import zlib
 
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.data import frontier as frontiers
-from jaxrl_post.data import prompts, sources
 from jaxrl_post.envs import cut as cuts
-from jaxrl_post.envs import events, schedule, single_turn, stream
-from jaxrl_post.envs import ledger as ledgers
-from jaxrl_post.rewards import pool
-from jaxrl_post.runtime import clock as clocks
-
-GROUP, BATCH, STEPS = 2, 2, 6
-LATE_S = 10.0  # a test that waits this long has failed
-ENV = single_turn.SingleTurn(GROUP, types.SamplingParams(), lambda ids: "")
-
-
-def mixed(*numbers: int) -> int:
-  """A number that all of the numbers decide, in one order."""
-  return zlib.crc32(repr(numbers).encode()) & 0xFFFF
-
-
-class Letters:
-  """A tokenizer of one token a letter."""
-
-  def prompt_ids(self, prompt):
-    return [ord(x) for x in prompt], prompt
-
-
-def data(size: int = 100) -> prompts.Prompts:
-  return prompts.load(
-    sources.Generated(lambda i: types.Example(prompt="a", reference=i), size),
-    Letters(),
-    max_tokens=4,
-    seed=0,
-    epochs=1,
-  )
-
-
-@dataclasses.dataclass
-class Row:
-  """A completion in the making; `behind` tokens are to be read again."""
-
-  uid: int
-  tokens: list
-  logprobs: list
-  versions: list
-  behind: int
-
-
-class Engine:
-  """Rows in blocks, as `sampling.engine` has them.
-
-  Attributes:
-    script: called before each block.
-  """
-
-  def __init__(self, *, recompute: bool = False, rows: int = 5) -> None:
-    self.recompute, self.rows = recompute, rows
-    self.queue: list[Row] = []  # The first `rows` of them are in a row.
-    self.version: int | None = None
-    self.script = lambda: None
-
-  @property
-  def room(self) -> int:
-    return self.rows - len(self.queue)
-
-  @property
-  def busy(self) -> bool:
-    return bool(self.queue)
-
-  def add(self, request: types.Request) -> None:
-    begun = {p.uid: p for p in request.begun}
-    for uid in request.uids:
-      was = begun.get(uid)
-      kept = (
-        [list(x) for x in (was.tokens, was.logprobs, was.versions)]
-        if was
-        else [[], [], []]
-      )
-      self.queue.append(Row(uid, *kept, behind=len(kept[0])))
-
-  def partials(self) -> tuple[types.Partial, ...]:
-    return tuple(
-      types.Partial(
-        uid=row.uid,
-        tokens=tuple(row.tokens),
-        logprobs=tuple(row.logprobs),
-        versions=tuple(row.versions),
-      )
-      for row in self.queue
-      if row.tokens
-    )
-
-  def step(self, params, version: int) -> list[types.Completion]:
-    self.script()
-    if version != self.version and self.recompute:
-      for row in self.queue[: self.rows]:
-        row.behind = len(row.tokens)
-    self.version = version
-    done = []
-    for row in self.queue[: self.rows]:
-      for _ in range(3):
-        self._column(row, params, version)
-      if len(row.tokens) == length(row.uid):
-        done.append(row)
-    self.queue = [row for row in self.queue if row not in done]
-    return [
-      types.Completion(
-        uid=row.uid,
-        tokens=tuple(row.tokens),
-        logprobs=tuple(row.logprobs),
-        versions=tuple(row.versions),
-        finish="length",
-      )
-      for row in done
-    ]
-
-  def _column(self, row: Row, params: int, version: int) -> None:
-    if row.behind:
-      row.behind -= 1
-    elif len(row.tokens) < length(row.uid):
-      row.tokens.append(mixed(params, row.uid, len(row.tokens)))
-      row.logprobs.append(-0.5 * len(row.tokens))
-      row.versions.append(version)
-
-
-def length(uid: int) -> int:
-  return 1 + mixed(uid) % 13
-
-
-class InThreads(pool.Pool):
-  """Scores in threads, so in any order; some late."""
-
-  def __init__(self, score) -> None:
-    self.score = score
-    self.threads = concurrent.futures.ThreadPoolExecutor(8, "score")
-
-  def submit_all(self, rollouts):
-    return [self.threads.submit(self._scored, rollout) for rollout in rollouts]
-
-  def _scored(self, rollout):
-    threading.Event().wait(time.monotonic_ns() % 3 * 1e-3)
-    reward = self.score(rollout)
-    failure = "" if math.isfinite(reward) else "none"
-    return dataclasses.replace(rollout, reward=reward, failure=failure)
-
-
-def some_leave(rollout: types.Rollout) -> float:
-  """Fails a sixth of the groups, and gives another third no signal."""
-  uid = rollout.prompt.uid
-  if uid % 6 == 1:
-    return math.nan
-  return 0.0 if uid % 3 == 2 else float(rollout.completion.uid % GROUP)
-
-
-@dataclasses.dataclass(frozen=True)
-class Made:
-  """What a run trained, in order, and its checkpoints by step."""
-
-  batches: list
-  cuts: dict
-  policies: dict
-  params: int
-
-  def at(self, step: int) -> tuple[types.Policy, dict[str, bytes]]:
-    return self.policies[step], self.cuts[step]
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-  """A run's settings."""
-
-  max_lag: int = 0
-  fixed: bool = False
-  in_flight: str = "keep"
-  on_stale: str = "wait"
-  filtered: bool = False
-  asynchronous: bool = True
-  skips: tuple[int, ...] = ()
-  size: int = 100
-
-  @property
-  def cfg(self) -> schedule.StreamConfig:
-    return schedule.StreamConfig(
-      asynchronous=self.asynchronous,
-      on_stale=self.on_stale,
-      filter_zero_signal=self.filtered,
-      deterministic=self.fixed,
-      stall_s=LATE_S,
-    )
-
-  @contextlib.contextmanager
-  def opened(self, folder, *, first=None, plan=None, engine=None, **options):
-    """A stream that is new, or goes on from a policy and a cut's files."""
-    policy, files = first or (types.Policy(params=0, version=0, step=0), None)
-    items = data(self.size)
-    cut = None
-    if files is not None:
-      cut = cuts.from_files(files, prompts=items, rollout=ENV.rollout)
-    log = events.Log(folder / events.NAME, 0 if cut is None else cut.events)
-    log.write(
-      events.Begin("") if cut is None else events.Restore(cut.ledger.step)
-    )
-    rewards = InThreads(options.pop("score", some_leave))
-    clock = clocks.Clock(("generation", "training"))
-    drain = self.in_flight == "drain"
-    rollouts = stream.Stream(
-      self.cfg,
-      ledgers.start(
-        BATCH,
-        self.max_lag,
-        on_stale=self.on_stale,
-        ordered=self.fixed,
-        num_steps=STEPS,
-        step=policy.step,
-      ),
-      env=ENV,
-      engine=engine or Engine(recompute=self.in_flight == "recompute"),
-      prompts=items,
-      frontier=frontiers.Frontier(),
-      rewards=rewards,
-      clock=clock,
-      verify=lambda policy: None,
-      plan=plan or schedule.build(self.cfg, drain=drain),
-      log=log,
-      **options,
-    )
-    try:
-      if cut is not None:
-        rollouts.restore(cut)
-      rollouts.publish(policy)
-      with rollouts:
-        yield rollouts
-    finally:
-      rewards.threads.shutdown()
-      clock.close()
-
-  def updated(self, policy: types.Policy, groups) -> types.Policy:
-    """Trains on a batch; some updates are skipped."""
-    step = policy.step + 1
-    if step in self.skips:
-      return dataclasses.replace(policy, step=step)
-    tokens = [
-      (r.completion.tokens, r.reward) for g in groups for r in g.rollouts
-    ]
-    params = mixed(policy.params, repr(tokens))
-    return types.Policy(params=params, version=policy.version + 1, step=step)
-
-  def run(
-    self, folder, *, first=None, due=lambda step: True, **options
-  ) -> Made:
-    """Trains up to the last step, with a checkpoint where one is due."""
-    folder.mkdir(exist_ok=True)
-    policy = first[0] if first else types.Policy(params=0, version=0, step=0)
-    batches, saved, policies = [], {}, {}
-    with self.opened(folder, first=first, **options) as rollouts:
-      while policy.step < STEPS:
-        groups = rollouts.next()
-        if groups is None:
-          break
-        batches.append(groups)
-        policy = self.updated(policy, groups)
-        rollouts.publish(policy, time.monotonic(), cut=due(policy.step))
-        if due(policy.step):
-          saved[policy.step] = cuts.to_files(rollouts.cut())
-          policies[policy.step] = policy
-          copy = folder / f"events-{policy.step}"
-          copy.write_bytes((folder / events.NAME).read_bytes())
-    return Made(batches, saved, policies, policy.params)
-
-  def resumed(self, folder, made: Made, step: int, **options) -> Made:
-    """Goes on from a checkpoint, with what was on the disk when it was made."""
-    copy = folder / f"from-{step}"
-    copy.mkdir()
-    kept = (folder / f"events-{step}").read_bytes()
-    (copy / events.NAME).write_bytes(kept)
-    return self.run(copy, first=made.at(step), **options)
-
-
-def uids(batches) -> list[int]:
-  return [group.prompt.uid for groups in batches for group in groups]
-
-
-def repeated(one: list, other: list) -> bool:
-  """Whether batches are equal; NaN is equal to NaN."""
-  return repr(one) == repr(other)
-
+from jaxrl_post.envs import events, schedule
+from tests.unit import streams
 
 # ------------------------------------------------------------------- as if not
 
+KEPT, READ, DRAINED = (
+  {"in_flight": how} for how in ("keep", "recompute", "drain")
+)
 EXACT = [
-  Setup(max_lag=lag, fixed=True, in_flight=how, filtered=filtered, skips=skips)
-  for lag, how in [
-    (0, "keep"),
-    (1, "recompute"),
-    (3, "recompute"),
-    (2, "drain"),
-  ]
-  for filtered in (False, True)
-  for skips in ((), (2, 3))
-] + [
-  Setup(max_lag=0, filtered=filtered, asynchronous=asynchronous, skips=(2,))
-  for filtered in (False, True)
-  for asynchronous in (False, True)
+  streams.Setup(max_lag=0, fixed=True, filtered=True, skips=(2,), **KEPT),
+  streams.Setup(max_lag=1, fixed=True, filtered=True, **READ),
+  streams.Setup(max_lag=3, fixed=True, skips=(2, 3), **READ),
+  streams.Setup(max_lag=3, fixed=True, filtered=True, skips=(1, 4), **READ),
+  streams.Setup(max_lag=2, fixed=True, filtered=True, skips=(2, 3), **DRAINED),
+  streams.Setup(max_lag=0, filtered=True, skips=(2,)),
+  streams.Setup(max_lag=0, filtered=True, skips=(2,), asynchronous=False),
 ]
 
 
 @pytest.mark.parametrize("setup", EXACT, ids=repr)
 def test_c95_a_resumed_run_is_the_run_that_went_on(tmp_path, setup):
   one = setup.run(tmp_path / "one")
-  assert len(one.batches) == STEPS
+  assert len(one.batches) == streams.STEPS
   two = setup.run(tmp_path / "two", due=lambda step: False)
-  assert repeated(two.batches, one.batches)
-  for step in range(1, STEPS):
+  assert streams.repeated(two.batches, one.batches)
+  for step in range(1, streams.STEPS, 2):
     rest = setup.resumed(tmp_path / "one", one, step)
-    assert repeated(rest.batches, one.batches[step:]), step
+    assert streams.repeated(rest.batches, one.batches[step:]), step
     assert rest.params == one.params
 
 
 FREE = [
-  Setup(max_lag=lag, in_flight=how, on_stale=stale, filtered=filtered)
-  for lag in (1, 3)
-  for how in ("keep", "recompute", "drain")
-  for stale in ("wait", "drop")
-  for filtered in (False, True)
+  streams.Setup(max_lag=1, filtered=True, on_stale="drop", **KEPT),
+  streams.Setup(max_lag=3, skips=(2, 3), **KEPT),
+  streams.Setup(max_lag=3, filtered=True, skips=(2, 3), **READ),
+  streams.Setup(max_lag=2, on_stale="drop", **READ),
+  streams.Setup(max_lag=1, filtered=True, skips=(3,), **DRAINED),
 ]
 
 
@@ -358,24 +65,189 @@ def fates(text: str) -> dict[int, str]:
 @pytest.mark.parametrize("setup", FREE, ids=repr)
 def test_a_free_run_that_goes_on_loses_and_doubles_nothing(tmp_path, setup):
   one = setup.run(tmp_path / "one")
-  for step in range(1, STEPS):
+  for step in range(1, streams.STEPS, 2):
     rest = setup.resumed(tmp_path / "one", one, step)
     batches = one.batches[:step] + rest.batches
-    assert len(batches) == STEPS
+    assert len(batches) == streams.STEPS
     text = (tmp_path / "one" / f"from-{step}" / events.NAME).read_text()
     found = fates(text)
     trained = [uid for uid, kind in found.items() if kind == "Consume"]
-    assert sorted(trained) == sorted(uids(batches))
+    assert sorted(trained) == sorted(streams.uids(batches))
     last = cuts.from_files(
-      rest.cuts[STEPS], prompts=data(), rollout=ENV.rollout
+      rest.cuts[streams.STEPS],
+      prompts=streams.data(),
+      rollout=streams.ENV.rollout,
     )
     out = {entry.uid for entry in last.ledger.outstanding}
     assert out == set()
     assert sorted(found) == list(range(max(found) + 1))
     # Lines and count agree, so the next checkpoint cuts in the right place.
     assert last.events <= len(text.splitlines())
-    for version, groups in enumerate(batches):
-      made = [
+    for i, groups in enumerate(batches):
+      made = {
         v for g in groups for r in g.rollouts for v in r.completion.versions
-      ]
-      assert version - min(made) <= setup.max_lag
+      }
+      version = i - sum(skip <= i for skip in setup.skips)
+      assert version - setup.max_lag <= min(made) <= max(made) <= version
+
+
+# -------------------------------------------------------------------- followed
+
+
+def followed(folder) -> schedule.Again:
+  return schedule.Again(events.read(folder / events.NAME, ""))
+
+
+def late(uid: int) -> int:
+  """Lengths of which some are far too long for their deadline."""
+  return 900 if uid // streams.GROUP % 5 == 0 else 1 + uid % 3
+
+
+def test_a_followed_run_drops_whom_that_run_dropped(tmp_path):
+  setup = streams.Setup(max_lag=1, on_stale="drop")
+  options = {
+    "score": streams.by_index,
+    "engine": streams.Engine(rows=20, length=late),
+  }
+  one = setup.run(tmp_path / "one", **options)
+  text = (tmp_path / "one" / events.NAME).read_text()
+  assert "Drop" in fates(text).values()
+  options["engine"] = streams.Engine(rows=20, length=late)
+  two = setup.run(tmp_path / "two", plan=followed(tmp_path / "one"), **options)
+  assert streams.repeated(two.batches, one.batches)
+  # Nobody waits for the blocks of those that were dropped last.
+  assert text.startswith((tmp_path / "two" / events.NAME).read_text())
+
+
+def test_a_run_can_be_followed_as_far_as_it_went(tmp_path):
+  setup = streams.Setup(max_lag=2, **READ)
+  one = setup.run(tmp_path / "one")
+  lines = (tmp_path / "one" / "events-3").read_text()
+  for name, text in (
+    ("stopped", lines),  # The weights of step 3 are out.
+    ("killed", lines[: lines.rindex('{"event": "Publish"')]),
+    ("in a block", lines[: lines.rindex('{"event": "Consume"')]),
+  ):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / events.NAME).write_text(text)
+    began = time.monotonic()
+    with pytest.raises(types.RunError, match="that ends with .* num_steps"):
+      setup.run(tmp_path / f"after {name}", plan=followed(tmp_path / name))
+    assert time.monotonic() - began < streams.LATE_S / 2
+  short = setup.run(
+    tmp_path / "short", plan=followed(tmp_path / "one"), num_steps=3
+  )
+  assert streams.repeated(short.batches, one.batches[:3])
+
+
+# ---------------------------------------------------------- stopped, and broken
+
+
+@pytest.mark.parametrize("setup", [*EXACT, FREE[0], FREE[2], FREE[4]], ids=repr)
+def test_a_stop_while_a_batch_is_awaited_leaves_a_checkpoint(tmp_path, setup):
+  asked = threading.Event()
+  one = setup.run(tmp_path / "one")
+  engine = setup.engine()
+  (tmp_path / "two").mkdir()
+  with setup.opened(
+    tmp_path / "two", engine=engine, stopping=asked.is_set
+  ) as rollouts:
+    policy = streams.FIRST
+    for _ in range(2):
+      policy = setup.updated(policy, rollouts.next())
+      rollouts.publish(policy, time.monotonic())
+    engine.script = asked.set  # In a block whose rollouts are waited for.
+    while (groups := rollouts.next()) is not None:
+      policy = setup.updated(policy, groups)
+      rollouts.publish(policy, time.monotonic())
+    began = time.monotonic()
+    files = cuts.to_files(rollouts.cut())
+  assert time.monotonic() - began < streams.LATE_S / 2
+  rest = setup.run(tmp_path / "two", first=(policy, files))
+  assert policy.step + len(rest.batches) == streams.STEPS
+  if setup in EXACT:
+    assert streams.repeated(rest.batches, one.batches[policy.step :])
+
+
+def test_a_stop_does_not_wait_for_rewards(tmp_path):
+  release = threading.Event()
+  asked = threading.Event()
+
+  def score(rollout: types.Rollout) -> float:
+    asked.set()
+    release.wait(streams.LATE_S)
+    return streams.by_index(rollout)
+
+  with streams.Setup(max_lag=1).opened(
+    tmp_path, score=score, stopping=asked.is_set
+  ) as rollouts:
+    began = time.monotonic()
+    assert rollouts.next() is None
+    cut = rollouts.cut()
+    assert time.monotonic() - began < streams.LATE_S / 2
+    release.set()
+  assert any(group.sampled for group in cut.groups)
+
+
+def test_c73_what_a_cut_raises_reaches_the_trainer(tmp_path):
+  engine = streams.Engine()
+
+  def partials():
+    raise ValueError("boom")
+
+  engine.partials = partials
+  setup = streams.Setup(max_lag=1)
+  with (
+    pytest.raises(ValueError, match="boom"),
+    setup.opened(tmp_path, engine=engine) as rollouts,
+  ):
+    policy = setup.updated(streams.FIRST, rollouts.next())
+    rollouts.publish(policy, cut=True)
+    rollouts.cut()
+
+
+def test_a_worker_that_died_leaves_a_cut_of_what_it_had_done(tmp_path):
+  engine, setup = streams.Engine(), streams.Setup(max_lag=1)
+
+  def script() -> None:
+    raise ValueError("boom")
+
+  with (
+    pytest.raises(ValueError, match="boom"),
+    setup.opened(tmp_path, engine=engine) as rollouts,
+  ):
+    policy = setup.updated(streams.FIRST, rollouts.next())
+    engine.script = script
+    rollouts.publish(policy)
+    assert rollouts._worker is not None
+    concurrent.futures.wait([rollouts._worker], streams.LATE_S)
+    files = cuts.to_files(rollouts.cut())
+    rollouts.next()
+  rest = setup.run(tmp_path, first=(policy, files))
+  assert len(rest.batches) == streams.STEPS - 1
+
+
+# ------------------------------------------------------------------- long runs
+
+
+def test_what_a_long_run_keeps_does_not_grow(tmp_path):
+  setup = streams.Setup(max_lag=1)
+  policy = streams.FIRST
+  with setup.opened(tmp_path, num_steps=40, score=streams.by_index) as rollouts:
+    for _ in range(40):
+      policy = setup.updated(policy, rollouts.next())
+      rollouts.publish(policy)
+    made = rollouts.cut()
+  assert len(made.steps) <= 3
+  assert not made.frontier.done
+
+
+def test_a_log_that_lost_lines_counts_those_it_has(tmp_path, caplog):
+  path = tmp_path / events.NAME
+  path.write_text('{"event": "Run"}\n{"event": "R')
+  log = events.Log(path, keep=5)
+  log.write(events.Run())
+  log.close()
+  assert log.count == 2
+  assert path.read_text() == '{"event": "Run"}\n' * 2
+  assert "expected 5 events, got 1" in caplog.text

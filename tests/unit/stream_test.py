@@ -63,6 +63,9 @@ class Engine:
   def partials(self) -> tuple[types.Partial, ...]:
     return ()
 
+  def renew(self) -> None:
+    pass
+
   def step(self, params, version: int) -> list[types.Completion]:
     self.script()
     free = [uid for uid in self.waiting if uid // GROUP not in self.held]

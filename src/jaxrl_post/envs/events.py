@@ -8,6 +8,7 @@ same order samples the same tokens and trains the same batches.
 import collections
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 
@@ -94,13 +95,21 @@ class Log:
     Args:
       path: made if missing.
       keep: lines that stay; those after them belong to a run that was lost.
+        If there are fewer whole lines, that is warned of.
     """
-    self.path, self.count = pathlib.Path(path), keep
+    self.path, self.count, end = pathlib.Path(path), 0, 0
     self.path.touch()
     with self.path.open("rb+") as file:
-      for _ in range(keep):
-        file.readline()
-      file.truncate(file.tell())
+      while self.count < keep and file.readline().endswith(b"\n"):
+        self.count, end = self.count + 1, file.tell()
+      file.truncate(end)
+    if self.count < keep:
+      logging.warning(
+        "%s: expected %d events, got %d; the rest is lost",
+        self.path,
+        keep,
+        self.count,
+      )
     # Line by line: a checkpoint counts lines that a kill must not take back.
     self._file = self.path.open("a", buffering=1, encoding="utf-8")
 

@@ -254,7 +254,8 @@ class Again:
     """See `Schedule`.
 
     Raises:
-      RunError: it is the turn of an event like this one, and not of this one.
+      RunError: it is the turn of an event like this one, and not of this one;
+        or that run did not come so far.
     """
     head = self._head()
     if head != event and _alike(head, event):
@@ -269,6 +270,11 @@ class Again:
     self._done += 1
 
   def _refuse(self, event: events.Event) -> NoReturn:
+    if not self._log:
+      raise types.RunError(
+        f"stream.follow: expected a run that ends with the {self._done} events "
+        f"of that one, got {event}. Set num_steps to what that run trained."
+      )
     raise types.RunError(
       f"stream.follow: expected event {self._done + 1} to be {self._head()}, "
       f"got {event}. The model, the rewards or the machine are others than in "
@@ -284,6 +290,8 @@ def _alike(head: events.Event | None, event: events.Event) -> bool:
   outcomes = (ledgers.Score, ledgers.Filter, ledgers.Fail)
   if isinstance(head, outcomes) and isinstance(event, outcomes):
     return head.uid == event.uid
+  if head is None:  # What the trainer waits for; the worker may go on asking.
+    return isinstance(event, ledgers.Consume | ledgers.Publish)
   kinds = (ledgers.Admit, ledgers.Consume, ledgers.Publish)
   return isinstance(event, kinds) and type(head) is type(event)
 

@@ -196,9 +196,6 @@ class Stream:
           return None
         self._raise_if_dead()
         self._drop_stale()
-        uids = self._batch()
-        if uids:
-          return self._take(uids)
         if self._work.ended:
           logging.warning(
             "data ended: %d groups left over, too few for a batch of %d",
@@ -206,6 +203,9 @@ class Stream:
             self.ledger.groups_per_step,
           )
           return None
+        uids = self._batch()
+        if uids:
+          return self._take(uids)
         if self._cfg.asynchronous:
           self._await("training", self._work.awaited, self._batch_ready)
           continue
@@ -275,11 +275,11 @@ class Stream:
   def _batch(self) -> tuple[int, ...]:
     """Returns the next batch if it may be taken now."""
     uids = ledgers.batch(self.ledger)
-    return uids if uids and self._plan.allows(ledgers.Consume(uids)) else ()
+    return uids if self._plan.allows(ledgers.Consume(uids)) else ()
 
   def _batch_ready(self) -> bool:
     over = self._dead() or self._stopping() or self._work.ended
-    return over or bool(self._batch())
+    return over or bool(self._batch() or self._drops())
 
   def _allowed(self, event: ledgers.Event) -> bool:
     return self._plan.allows(event) or self._dead()
@@ -363,6 +363,7 @@ class Stream:
       policy = self._current.policy
       if self._plan.defers:
         self._work.publish(policy)
+        self._engine.renew()  # As one that goes on from the cut has to.
       self._note(events.Take(policy.step))
       if self._plan.defers:
         self._make_cut()
@@ -480,11 +481,14 @@ class Stream:
     if not self._plan.defers:  # Its cut has yet to come in its time.
       self._work.stop()
 
+  def _drops(self) -> list[ledgers.Drop]:
+    drops = map(ledgers.Drop, ledgers.stale(self.ledger))
+    return [drop for drop in drops if self._plan.allows(drop)]
+
   def _drop_stale(self) -> None:
-    for event in map(ledgers.Drop, ledgers.stale(self.ledger)):
-      if self._plan.allows(event):
-        self._work.leave(event)
-        self._moved()
+    for event in self._drops():
+      self._work.leave(event)
+      self._moved()
 
   def _note(self, event: events.Event) -> None:
     self._plan.applied(event)

@@ -43,6 +43,10 @@ class Engine(Protocol):
     """Returns the completions that are half made and can be continued."""
     ...
 
+  def renew(self) -> None:
+    """Has the next step take its weights for newer ones, whatever they are."""
+    ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Published:
@@ -190,6 +194,9 @@ class Work:
     """Enters newer weights."""
     self._steps[policy.version] = policy.step
     self.apply(ledgers.Publish(policy.step))
+    waiting = self.ledger.outstanding
+    oldest = waiting[0].admitted if waiting else policy.step
+    self._steps = {v: s for v, s in self._steps.items() if s >= oldest}
 
   def admit(self) -> types.Request:
     """Begins the next group; returns what to sample."""
@@ -245,6 +252,7 @@ class Work:
     for event in [*self._held]:
       if event.uid not in self._groups:  # Dropped meanwhile.
         self._held.remove(event)
+        self._reasons.pop(event.uid, None)
       elif allows(event):
         self._held.remove(event)
         if isinstance(event, ledgers.Score):
@@ -308,7 +316,9 @@ class Work:
     saved = cut.ledger
     kept = {e.uid for e in saved.outstanding if e.state != "ready"}
     self.ledger = ledgers.restore(saved, self.ledger, kept)
-    self.frontier, self.counters = cut.frontier, cut.counters
+    self.frontier = cut.frontier
+    # A run that ended by `max_left` must not end at once each time.
+    self.counters = dataclasses.replace(cut.counters, left_in_step=0)
     self._steps = dict(cut.steps)
     here = {entry.uid for entry in self.ledger.outstanding}
     requests, rollouts = [], []

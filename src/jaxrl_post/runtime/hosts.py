@@ -396,9 +396,10 @@ class Hosts:
     if code == 2:
       advice = ""  # It would fail again.
     line = line or f"error: {reason}. All processes end{advice}."
-    print(line, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # The terminal is gone.
+      print(line, file=sys.stderr)
+      sys.stdout.flush()
+      sys.stderr.flush()
     # Nothing gentler: threads of this process may wait in a collective for
     # ever, and so would the clean-up of JAX.
     os._exit(code)

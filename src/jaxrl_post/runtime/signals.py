@@ -84,11 +84,7 @@ class Stopper:
     hosts = self.hosts
     if first and hosts is not None and hosts.heeds_stop:
       hosts.stopping = hosts.stopping or name
-      print(
-        "stopping after this step; once more to exit now",
-        file=sys.stderr,
-        flush=True,
-      )
+      _say("stopping after this step; once more to exit now")
       return
     # They would see that this one is gone, but late, or stuck in C not at all.
     for child in _descendants(os.getpid()):
@@ -96,9 +92,15 @@ class Stopper:
         os.kill(child, signal.SIGKILL)
     line = f"ended at once by {name}{self._advice}"
     if hosts is None:
-      print(line, file=sys.stderr, flush=True)
+      _say(line)
       os._exit(1)
     hosts.end(f"process {hosts.index} was ended by {name}", line)
+
+
+def _say(text: str) -> None:
+  # A terminal that is gone must not keep the process from its end.
+  with contextlib.suppress(OSError, ValueError):
+    print(text, file=sys.stderr, flush=True)
 
 
 def _descendants(pid: int) -> list[int]:

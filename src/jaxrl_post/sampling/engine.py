@@ -239,6 +239,13 @@ class Engine:
     rows += [row for waiting in self._waiting for row in waiting.rows]
     return tuple(row.partial() for row in rows if row.tokens)
 
+  def renew(self) -> None:
+    """Has the next step take its weights for newer ones, see `in_flight`.
+
+    Also after an update that was skipped, whose weights keep their version.
+    """
+    self._version = None
+
   def warm_up(self, params: types.Tree) -> None:
     """Compiles every program the engine will run, with no effect on state."""
     num = self._cfg.prefill_prompts

@@ -192,6 +192,9 @@ class Fleet:
     """Returns nothing: what members have half made is sampled anew."""
     return ()
 
+  def renew(self) -> None:
+    """Does nothing: members tell newer weights by their version."""
+
   def generate(
     self, policy: types.Policy, requests: Sequence[types.Request]
   ) -> list[types.Completion]:
