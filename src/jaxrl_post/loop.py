@@ -128,7 +128,8 @@ class Tools:
     store: checkpoints.
     notes: metrics, rollouts to read, progress.
     test: policy and step to `eval/` metrics; none when it is not due.
-    digest: identifies the training prompts.
+    data: identifies the training prompts.
+    run: identifies what decides what is sampled and trained.
     folder: of the run.
   """
 
@@ -138,7 +139,8 @@ class Tools:
   store: checkpoint.Store
   notes: record.Recorder | record.Silent
   test: Callable[[types.Policy, int], dict[str, float]]
-  digest: str
+  data: str
+  run: str
   folder: pathlib.Path
 
   def begin(
@@ -148,7 +150,16 @@ class Tools:
     values: dict[str, float],
     saved: checkpoint.Restored | None,
   ) -> None:
-    """Sets metrics and clock to where a checkpoint, or the run, begins."""
+    """Sets metrics and clock to where a checkpoint, or the run, begins.
+
+    Raises:
+      InputError: the checkpoint is of another run.
+    """
+    if saved is not None and saved.meta["run"] != self.run:
+      raise types.InputError(
+        f"--workdir: expected checkpoints of this run, got one of step {step} "
+        "of another, with other settings. Put the right ones into the folder."
+      )
     totals = {} if saved is None else saved.meta["totals"]
     self.notes.begin(step, version, values, totals)
     self.clock.start({} if saved is None else saved.meta["seconds"])
@@ -178,7 +189,8 @@ class Tools:
     made = cut()
     line = self.notes.line
     meta = {
-      "data": self.digest,
+      "data": self.data,
+      "run": self.run,
       "metrics": {k: v for k, v in line.items() if math.isfinite(v)},
       "totals": self.notes.totals,
       "seconds": self.clock.totals(),
@@ -235,7 +247,8 @@ def open_tools(
     store=store,
     notes=notes,
     test=test,
-    digest=parts.data.train.digest,
+    data=parts.data.train.digest,
+    run=prepare.digest(cfg, parts, placed=False),
     folder=folder,
   )
 
@@ -277,7 +290,7 @@ def open_stream(
       saved.files, prompts=parts.data.train, rollout=parts.env.rollout
     )
   drain = cfg.sampling.in_flight == "drain"
-  digest = prepare.digest(cfg, parts)
+  digest = prepare.digest(cfg, parts, placed=True)
   plan = schedule.build(cfg.stream, drain=drain, digest=digest)
   rollouts = streams.Stream(
     cfg.stream,
@@ -356,6 +369,12 @@ def restore_or_start(
       f"--workdir: expected the prompts that step {restored.step} was trained "
       "on, got others. Restore the data, or start in another folder."
     )
+  if restored.step != int(restored.state.step):
+    raise types.InputError(
+      f"--workdir: expected the state of step {restored.step} in the "
+      f"checkpoint of that name, got that of step {int(restored.state.step)}. "
+      "Give the folder its name back."
+    )
   return restored.state, restored, restored.step
 
 
@@ -371,12 +390,18 @@ def test_newest(
     Batches that the weights were trained on, and the `eval/` metrics.
 
   Raises:
-    InputError: the experiment has no held-out prompts.
+    InputError: the experiment has no held-out prompts, or the folder no
+      checkpoint.
   """
   if parts.data.held_out is None:
     raise types.InputError(
       "--mode=eval: expected an experiment with data.held_out, got none. Add "
       "held-out prompts to it."
+    )
+  if folder is not None and not any((folder / "checkpoints").glob("*")):
+    raise types.InputError(
+      f"--workdir: expected a run folder with a checkpoint, got {folder} "
+      "without any. Leave it out to test the first weights."
     )
   hosts = hosts or hosts_lib.Hosts()
   place = build(cfg, parts, hosts)

@@ -9,6 +9,7 @@ from typing import Any
 from jaxrl_post import config, types
 from jaxrl_post.data import dataset
 from jaxrl_post.envs import events, single_turn
+from jaxrl_post.envs import ledger as ledgers
 from jaxrl_post.models import decoder, weights
 from jaxrl_post.placement import mesh, programs
 from jaxrl_post.runtime import dump
@@ -84,7 +85,7 @@ def prepare(cfg: config.Run) -> Parts:
   if cfg.debug.replay is not None:
     _check_replay(cfg.debug.replay, about(cfg, parts))
   if cfg.stream.follow:
-    events.read(cfg.stream.follow, digest(cfg, parts))
+    _check_events(cfg, parts)
   return parts
 
 
@@ -142,16 +143,35 @@ def _check_replay(folder: str, ours: dict[str, Any]) -> None:
         )
 
 
-def digest(cfg: config.Run, parts: Parts) -> str:
-  """Returns a digest of all that decides what a run samples and trains."""
-  free = (*config.may_change(cfg), "debug", "stream.follow")
+def digest(cfg: config.Run, parts: Parts, *, placed: bool) -> str:
+  """Returns a digest of all that decides what a run samples and trains.
+
+  Args:
+    cfg: the run.
+    parts: from `prepare`.
+    placed: whether the placement, which decides the last bits, counts too.
+  """
+  others = ("debug", "stream.follow", "evaluation", "data.held_out")
+  free = (*config.may_change(cfg), *others)
   settings = [
     line
     for line in config.describe(cfg).split("\n")
-    if not line.startswith(free) or line.startswith("placement")
+    if not line.startswith(free) or (placed and line.startswith("placement"))
   ]
   text = json.dumps([settings, about(cfg, parts)], sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_events(cfg: config.Run, parts: Parts) -> None:
+  """Refuses events of other settings, and of a shorter run."""
+  log = events.read(cfg.stream.follow, digest(cfg, parts, placed=True))
+  batches = sum(isinstance(event, ledgers.Consume) for event in log)
+  if batches < cfg.num_steps:
+    raise types.InputError(
+      f"stream.follow: expected events of {cfg.num_steps} batches, got those "
+      f"of {batches} in {cfg.stream.follow}. Set num_steps={batches}, or "
+      "follow a longer run."
+    )
 
 
 def check_follow(cfg: config.Run, folder: pathlib.Path) -> None:

@@ -168,3 +168,30 @@ def test_a_run_that_cannot_repeat_itself_is_refused():
     runs.configured("max_lag=1", "stream.deterministic=true")
   with pytest.raises(types.InputError, match="stream.deterministic: .*roles"):
     runs.configured("placement.mode=roles", *FIXED)
+
+
+def test_checkpoints_of_another_run_or_name_are_refused(tmp_path):
+  settings = (*LONG, "num_steps=2", "checkpoint.every=1")
+  for name in ("ours", "renamed"):
+    runs.train(tmp_path / name, *settings)
+  runs.train(tmp_path / "theirs", *settings, "sampling.temperature=0.9")
+  more = (*settings[:-2], "num_steps=4")
+  theirs = tmp_path / "theirs" / "checkpoints"
+  shutil.rmtree(tmp_path / "ours" / "checkpoints")
+  shutil.copytree(theirs, tmp_path / "ours" / "checkpoints")
+  with pytest.raises(types.InputError, match="got one of step 2 of another"):
+    runs.train(tmp_path / "ours", *more)
+  checkpoints = tmp_path / "renamed" / "checkpoints"
+  (checkpoints / "2").rename(checkpoints / "3")
+  with pytest.raises(types.InputError, match="the state of step 3"):
+    runs.train(tmp_path / "renamed", *more)
+
+
+def test_a_longer_run_than_the_one_followed_is_refused(tmp_path):
+  settings = (*LONG, "max_lag=1", "num_steps=2")
+  runs.train(tmp_path / "one", *settings)
+  events = tmp_path / "one" / "events.jsonl"
+  with pytest.raises(types.InputError, match="Set num_steps=2"):
+    runs.train(
+      tmp_path / "two", *settings, "num_steps=3", f"stream.follow={events}"
+    )

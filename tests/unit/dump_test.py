@@ -125,17 +125,24 @@ def test_no_reward_is_null_and_offsets_say_where_tokens_are(path):
 
 
 def test_batches_come_by_number_and_their_groups_in_order(tmp_path):
-  for number in (10, 2, 1):
+  for number in (11, 9, 10):
     dump.write(dump.batch(tmp_path, number), some(number), {})
   (tmp_path / "notes").mkdir()
   (tmp_path / ".00000003.abc").mkdir()  # left by a kill
   assert [p.name for p in dump.batches(tmp_path)] == [
-    "00000001",
-    "00000002",
+    "00000009",
     "00000010",
+    "00000011",
   ]
   uids = [group.prompt.uid for group in dump.read_all(tmp_path)]
-  assert uids == [1, 10, 2, 11, 10, 19]
+  assert uids == [9, 18, 10, 19, 11, 20]
+
+
+def test_a_batch_that_is_missing_between_others_is_refused(tmp_path):
+  for number in (1, 2, 4):
+    dump.write(dump.batch(tmp_path, number), some(number), {})
+  with pytest.raises(types.InputError, match="batches 1 to 4, got none of 3"):
+    dump.batches(tmp_path)
 
 
 def test_cut_leaves_what_was_trained_and_nothing_half_written(tmp_path):

@@ -150,7 +150,13 @@ class Store:
     """
     self._agree, self._launching = agree, launching
     self._folder = pathlib.Path(folder).absolute()
-    self._folder.mkdir(parents=True, exist_ok=True)
+    try:
+      self._folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+      raise types.InputError(
+        f"{self._folder}: expected a folder of checkpoints, got a file. Move "
+        "it away."
+      ) from error
     self._cfg = cfg
     self._running: concurrent.futures.Future[None] | None = None
     self._thread: threading.Thread | None = None

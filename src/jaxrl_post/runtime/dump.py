@@ -79,7 +79,7 @@ def batches(folder: str | os.PathLike[str]) -> list[pathlib.Path]:
   """Lists the batches of a dump by number.
 
   Raises:
-    InputError: there are none.
+    InputError: there are none, or one is missing between others.
   """
   path = pathlib.Path(folder)
   found = _numbered(path)
@@ -87,6 +87,12 @@ def batches(folder: str | os.PathLike[str]) -> list[pathlib.Path]:
     raise types.InputError(
       f"{path}: expected a dump, with batches 00000001 and so on, got none. "
       "Name the folder that has them."
+    )
+  gaps = {*range(min(found), max(found))} - found.keys()
+  if gaps:
+    raise types.InputError(
+      f"{path}: expected batches {min(found)} to {max(found)}, got none of "
+      f"{min(gaps)}. Put it back, or take the later ones away."
     )
   return [found[number] for number in sorted(found)]
 
@@ -138,8 +144,8 @@ def write(
     return
   # Outside of the handler: the cause is in the line, and needs no traceback.
   raise types.RunError(
-    f"{path}: expected to write a batch of a dump, got {fault}. Make room if "
-    "that is it, or leave debug.dump out."
+    f"{path}: expected to write a batch of a dump, got {fault}. Make room "
+    "if that is it, or write elsewhere."
   )
 
 

@@ -82,7 +82,7 @@ def fault(path: pathlib.Path) -> str | None:
     files = read(path).files
   except FileNotFoundError:
     return f"it has no {NAME}: its save did not finish"
-  except ValueError:
+  except (ValueError, OSError):
     return f"{NAME} is damaged"
   faults = (_fault(path / name, name, *of) for name, of in files.items())
   return next((text for text in faults if text), None)
