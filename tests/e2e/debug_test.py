@@ -168,16 +168,16 @@ def test_the_command_samples_with_a_checkpoint_and_changes_no_run(trained):
 )
 def test_rollouts_refuse_what_they_do_not_do(setting, words):
   with pytest.raises(types.InputError) as error:
-    main._check_rollout(runs.configured(setting), None)
+    main._check_alone(runs.configured(setting), None, "rollout")
   assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_rollouts_take_one_process():
   cfg = runs.configured()
-  main._check_rollout(cfg, hosts_lib.Launch("a:1", 1, 0))
+  main._check_alone(cfg, hosts_lib.Launch("a:1", 1, 0), "rollout")
   for launch in (hosts_lib.Launch(), hosts_lib.Launch("a:1", 2, 0)):
     with pytest.raises(types.InputError, match="one process"):
-      main._check_rollout(cfg, launch)
+      main._check_alone(cfg, launch, "rollout")
 
 
 # ------------------------------------------------------------------- evaluation

@@ -17,7 +17,7 @@ LEVELS = (
   ("roles",),
   ("generation",),
   ("loop",),
-  ("collect",),
+  ("collect", "serve"),
   ("main",),
   ("__init__",),
 )

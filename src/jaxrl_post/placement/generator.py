@@ -28,16 +28,14 @@ def keys(seed: int) -> tuple[jax.Array, jax.Array]:
   )
 
 
-def build(
+def compiled(
   mesh: jax.sharding.Mesh,
   *,
   rules: Mapping[str, str],
   decoder: decoders.Decoder,
   cfg: engines.Sampling,
   max_prompt: int,
-  lock: contextlib.AbstractContextManager[Any],
-  free_idle: bool = False,
-) -> Callable[[jax.Array, int], engines.Engine]:
+) -> engines.Steps:
   """Places the steps of sampling.
 
   Args:
@@ -46,12 +44,9 @@ def build(
     decoder: the model; its dtype is that of the engine.
     cfg: sizes of an engine.
     max_prompt: longest prompt, in tokens.
-    lock: held around every launch.
-    free_idle: see `engine.Engine`.
 
   Returns:
-    A function of a random key and a group size that allocates an engine. All
-    engines share the compiled steps.
+    The steps; each is compiled at its first use with arguments of a shape.
   """
   whole = jax.sharding.NamedSharding(mesh, jax.P())
   rows = meshes.batch_sharding(mesh)
@@ -82,16 +77,47 @@ def build(
       params, state, key, decoder=decoder, num_steps=cfg.block
     )
 
-  compiled = engines.Steps(
+  return engines.Steps(
     empty=jax.jit(empty, out_shardings=shardings),
     prefill=jax.jit(prefill),
     insert=jax.jit(steps.insert, donate_argnums=1, out_shardings=shardings),
     decode=jax.jit(decode, donate_argnums=1, out_shardings=(shardings, whole)),
   )
 
+
+def build(
+  mesh: jax.sharding.Mesh,
+  *,
+  rules: Mapping[str, str],
+  decoder: decoders.Decoder,
+  cfg: engines.Sampling,
+  max_prompt: int,
+  lock: contextlib.AbstractContextManager[Any],
+  free_idle: bool = False,
+) -> Callable[[jax.Array, int], engines.Engine]:
+  """Places an engine.
+
+  Args:
+    mesh: as for `compiled`; likewise the next four.
+    rules: logical axis to mesh axis.
+    decoder: the model.
+    cfg: sizes of an engine.
+    max_prompt: longest prompt, in tokens.
+    lock: held around every launch.
+    free_idle: see `engine.Engine`.
+
+  Returns:
+    A function of a random key and a group size that allocates an engine. All
+    engines share the compiled steps.
+  """
+  shared = compiled(
+    mesh, rules=rules, decoder=decoder, cfg=cfg, max_prompt=max_prompt
+  )
+  whole = jax.sharding.NamedSharding(mesh, jax.P())
+
   def allocate(key: jax.Array, group_size: int) -> engines.Engine:
     return engines.Engine(
-      compiled,
+      shared,
       cfg,
       max_prompt=max_prompt,
       vocab_size=decoder.config.vocab_size,
