@@ -116,6 +116,7 @@ def opened(
   groups: int = 2,
   max_lag: int = 0,
   verify=lambda policy: None,
+  stopping=lambda: False,
   **options,
 ):
   """A stream of `size` prompts, begun with version 0."""
@@ -139,6 +140,7 @@ def opened(
     rewards=rewards,
     clock=clock,
     verify=verify,
+    stopping=stopping,
   )
   try:
     with rollouts:
@@ -435,6 +437,26 @@ def test_a_worker_that_died_unseen_is_heard_of_at_the_end():
     publish(rollouts, 1)
     assert rollouts._worker is not None
     concurrent.futures.wait([rollouts._worker], LATE_S)
+
+
+def test_a_worker_that_dies_while_the_run_stops_is_no_failure(caplog):
+  stops = threading.Event()
+
+  def score(uid: int) -> float:
+    # A signal to the whole job ends the reward workers, too.
+    stops.set()
+    raise types.RunError("reward worker: ended by SIGTERM")
+
+  with (
+    caplog.at_level(logging.WARNING),
+    opened(Engine(), score=score, stopping=stops.is_set) as rollouts,
+  ):
+    publish(rollouts, 0)
+    assert rollouts.next() is None
+    assert rollouts._worker is not None
+    concurrent.futures.wait([rollouts._worker], LATE_S)
+    assert len(rollouts.cut().groups) == 2
+  assert "ended by SIGTERM" in caplog.text
 
 
 def test_no_thread_is_left_behind():

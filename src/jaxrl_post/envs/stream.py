@@ -135,7 +135,7 @@ class Stream:
 
     Raises:
       RunError: the worker hangs, unless another error is on its way.
-      Exception: what the worker raised, likewise.
+      Exception: what the worker raised, likewise; logged if the run stops.
     """
     with self._changed:
       self._closed = True
@@ -147,7 +147,11 @@ class Stream:
           "stream: expected the rollout worker to end its block, got no end "
           f"within {self._cfg.stall_s:g} s (stream.stall_s)"
         )
-      self._worker.result()
+      failure = self._worker.exception()
+      if failure is not None and not self._stopping():
+        raise failure
+      if failure is not None:  # A signal may have ended the reward workers too.
+        logging.warning("stream: while the run was stopped: %s", failure)
 
   def publish(
     self,
@@ -195,7 +199,9 @@ class Stream:
           self._stop_admitting()
           return None
         self._raise_if_dead()
-        self._drop_stale()
+        for event in self._drops():
+          self._work.leave(event)
+          self._moved()
         if self._work.ended:
           logging.warning(
             "data ended: %d groups left over, too few for a batch of %d",
@@ -257,9 +263,8 @@ class Stream:
     """Seconds that the newest sampled weights took, by metric name.
 
     `sync/latency_s` is from the end of their update to their first block. Its
-    parts: `sync/reshard_s` until `publish`, `sync/swap_s` until the block that
-    was under way had ended, `sync/copy_s` until they had arrived and were
-    checked. Empty before the first update.
+    parts: `sync/reshard_s` until `publish`, `sync/swap_s` until the block under
+    way had ended, `sync/copy_s` until they were checked. At first empty.
     """
     with self._changed:
       return dict(self._sync)
@@ -484,11 +489,6 @@ class Stream:
   def _drops(self) -> list[ledgers.Drop]:
     drops = map(ledgers.Drop, ledgers.stale(self.ledger))
     return [drop for drop in drops if self._plan.allows(drop)]
-
-  def _drop_stale(self) -> None:
-    for event in self._drops():
-      self._work.leave(event)
-      self._moved()
 
   def _note(self, event: events.Event) -> None:
     self._plan.applied(event)
