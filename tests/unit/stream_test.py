@@ -452,9 +452,10 @@ def test_a_worker_that_dies_while_the_run_stops_is_no_failure(caplog):
     opened(Engine(), score=score, stopping=stops.is_set) as rollouts,
   ):
     publish(rollouts, 0)
-    assert rollouts.next() is None
     assert rollouts._worker is not None
     concurrent.futures.wait([rollouts._worker], LATE_S)
+    publish(rollouts, 0)
+    assert rollouts.next() is None
     assert len(rollouts.cut().groups) == 2
   assert "ended by SIGTERM" in caplog.text
 

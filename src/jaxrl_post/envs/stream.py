@@ -243,8 +243,8 @@ class Stream:
         lambda: "host",
         lambda: self._cut is not None or self._dead(),
       )
-      if self._cut is None:
-        self._raise_if_dead()
+      if self._cut is None and self._worker is not None:
+        self._worker.result()
       assert self._cut is not None
       return self._cut
 
@@ -479,7 +479,7 @@ class Stream:
     return self._worker is not None and self._worker.done()
 
   def _raise_if_dead(self) -> None:
-    if self._worker is not None and self._dead():
+    if self._worker is not None and self._dead() and not self._stopping():
       self._worker.result()
 
   def _stop_admitting(self) -> None:
