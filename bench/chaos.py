@@ -34,6 +34,7 @@ import re
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -201,6 +202,7 @@ class Bench:
       seconds += [life.trained_s for life in run.lives[1:] if life.trained_s]
       lost += self._found(run.cwd, name, run.lives[-1])
       runs += 1
+      _say(f"{name}: {how.total()} of {kills} kills, {runs} runs ended")
     return Tally(name, kills, how.total(), runs, how, lost, seconds)
 
   def masked(self, number: int) -> Tally:
@@ -220,6 +222,7 @@ class Bench:
       how.update(self._struck(cwd, faults))
       lost += self._kept(cwd, found)
       runs += 1
+      _say(f"masked: {how.total()} of {number} faults")
     return Tally("masked", number, how.total(), runs, how, lost, [])
 
   def stopped(self, number: int) -> Tally:
@@ -235,6 +238,7 @@ class Bench:
       found = Losses({"not ended by it": not said or blamed != {str(uid)}})
       how.update(self._struck(cwd, {uid: fault}))
       lost += self._kept(cwd, found)
+      _say(f"stopped: {how.total()} of {number} faults")
     return Tally("stopped", number, how.total(), number, how, lost, seconds)
 
   def _faults(self, number: int) -> dict[int, str]:
@@ -284,6 +288,11 @@ class Bench:
     elif cwd.name not in _REPEATABLE:
       shutil.rmtree(cwd)
     return found
+
+
+def _say(text: str) -> None:
+  """Shows how far the benchmark is."""
+  print(text, file=sys.stderr, flush=True)
 
 
 def miscounted(run: pathlib.Path, faults: Mapping[int, str]) -> Losses:
