@@ -7,8 +7,7 @@ import pathlib
 
 from jaxrl_post import config, generation, loop, prepare, types
 from jaxrl_post.data import frontier as frontiers
-from jaxrl_post.envs import cut as cuts
-from jaxrl_post.envs import ledger, schedule, stream
+from jaxrl_post.envs import stream
 from jaxrl_post.rewards import pool
 from jaxrl_post.runtime import checkpoint, dump, metrics, progress
 from jaxrl_post.runtime import clock as clocks
@@ -114,29 +113,17 @@ def _stream(
   stack.callback(clock.close)
   rewards = stack.enter_context(pool.Pool(cfg.rewards))
   # Groups that were under way are sampled from their start, by this policy.
-  frontier = frontiers.Frontier()
-  if saved is not None and saved.files:  # A replay draws no prompts.
-    frontier = cuts.from_files(
-      saved.files, prompts=parts.data.train, rollout=parts.env.rollout
-    ).frontier
-  rollouts = stream.Stream(
-    cfg.stream,
-    ledger.start(
-      cfg.groups_per_step,
-      cfg.max_lag,
-      on_stale=cfg.stream.on_stale,
-      ordered=cfg.stream.deterministic,
-      num_steps=cfg.num_steps,
-    ),
-    env=parts.env,
-    engine=samplers.engine,
-    prompts=parts.data.train,
-    frontier=frontier,
+  replayed = saved is not None and not saved.files  # It drew no prompts.
+  made = None if replayed else generation.cut(parts, saved)
+  rollouts = generation.stream(
+    cfg,
+    parts,
+    samplers,
+    generation.book(cfg),
     rewards=rewards,
     clock=clock,
-    verify=samplers.publish,
-    plan=schedule.build(cfg.stream, drain=cfg.sampling.in_flight == "drain"),
     stopping=lambda: bool(hosts.stopping),
+    frontier=frontiers.Frontier() if made is None else made.frontier,
   )
   hosts.heeds_stop = True
   return stack.enter_context(rollouts)

@@ -1,19 +1,27 @@
-"""Who samples: the engine of this process, or one in every process."""
+"""Who samples, here or in every process, and the stream of what they make."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxrl_post import config, prepare, roles, types
-from jaxrl_post.envs import work
+from jaxrl_post.data import frontier as frontiers
+from jaxrl_post.envs import cut as cuts
+from jaxrl_post.envs import events, schedule, work
+from jaxrl_post.envs import ledger as ledgers
+from jaxrl_post.envs import stream as streams
 from jaxrl_post.placement import generator, programs
+from jaxrl_post.rewards import pool
+from jaxrl_post.runtime import checkpoint
+from jaxrl_post.runtime import clock as clocks
 from jaxrl_post.runtime import hosts as hosts_lib
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import fleet as fleets
 from jaxrl_post.sampling import server as servers
 
 _ORDER, _REPORT = "order", "report"
+_NOTHING = frontiers.Frontier()
 
 
 @runtime_checkable
@@ -194,3 +202,75 @@ def samplers(
   if hosts.count == 1:
     return Local(cfg, place)
   return Spread(cfg, place, hosts)
+
+
+def book(cfg: config.Run, step: int = 0) -> ledgers.Ledger:
+  """Returns the ledger of a run of which `step` batches are trained."""
+  return ledgers.start(
+    cfg.groups_per_step,
+    cfg.max_lag,
+    on_stale=cfg.stream.on_stale,
+    ordered=cfg.stream.deterministic,
+    # Who follows a run admits as that run did.
+    num_steps=None if cfg.stream.follow else cfg.num_steps,
+    step=step,
+  )
+
+
+def stream(
+  cfg: config.Run,
+  parts: prepare.Parts,
+  sampling: Samplers,
+  ledger: ledgers.Ledger,
+  *,
+  rewards: pool.Pool,
+  clock: clocks.Clock,
+  stopping: Callable[[], bool],
+  frontier: frontiers.Frontier = _NOTHING,
+  log: events.Log | None = None,
+  digest: str = "",
+) -> streams.Stream:
+  """Returns the stream of what is sampled for training; `with` starts it.
+
+  Args:
+    cfg: the run.
+    parts: its host half.
+    sampling: who samples.
+    ledger: from `book`.
+    rewards: scores.
+    clock: accounts the time of both stages.
+    stopping: whether the run was asked to stop.
+    frontier: which prompts are done already.
+    log: takes the events; None for nobody.
+    digest: of `prepare.digest`, to follow another run.
+  """
+  drain = cfg.sampling.in_flight == "drain"
+  return streams.Stream(
+    cfg.stream,
+    ledger,
+    env=parts.env,
+    engine=sampling.engine,
+    prompts=parts.data.train,
+    frontier=frontier,
+    rewards=rewards,
+    clock=clock,
+    verify=sampling.publish,
+    plan=schedule.build(cfg.stream, drain=drain, digest=digest),
+    log=log,
+    stopping=stopping,
+  )
+
+
+def cut(
+  parts: prepare.Parts, saved: checkpoint.Restored | None
+) -> cuts.Cut | None:
+  """Reads the stream of a checkpoint, if there is one.
+
+  Raises:
+    RunError: the stream is missing or damaged.
+  """
+  if saved is None:
+    return None
+  return cuts.from_files(
+    saved.files, prompts=parts.data.train, rollout=parts.env.rollout
+  )

@@ -16,17 +16,9 @@ import jax
 
 from jaxrl_post import config, generation, prepare, record, roles, types
 from jaxrl_post.algos import sft
-from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.data import pack
 from jaxrl_post.envs import cut as cuts
-from jaxrl_post.envs import (
-  evaluate,
-  events,
-  ledger,
-  replay,
-  schedule,
-  together,
-)
+from jaxrl_post.envs import evaluate, events, replay, together
 from jaxrl_post.envs import stream as streams
 from jaxrl_post.placement import programs
 from jaxrl_post.placement import trainer as trainers
@@ -271,40 +263,24 @@ def open_stream(
     rollouts = together.Follower(tools.samplers.publish)
     rollouts.publish(policy)
     return rollouts
-  book = ledger.start(
-    cfg.groups_per_step,
-    cfg.max_lag,
-    on_stale=cfg.stream.on_stale,
-    ordered=cfg.stream.deterministic,
-    # Who follows a run admits as that run did.
-    num_steps=None if cfg.stream.follow else cfg.num_steps,
-    step=policy.step,
-  )
+  book = generation.book(cfg, policy.step)
   if cfg.debug.replay is not None:
     return replay.Replay(cfg.debug.replay, book, clock=tools.clock)
   assert tools.rewards is not None, "the head's"
-  cut = None
   if saved is not None:
     _check_goes_on(cfg, saved)
-    cut = cuts.from_files(
-      saved.files, prompts=parts.data.train, rollout=parts.env.rollout
-    )
-  drain = cfg.sampling.in_flight == "drain"
+  cut = generation.cut(parts, saved)
   digest = prepare.digest(cfg, parts, placed=True)
-  plan = schedule.build(cfg.stream, drain=drain, digest=digest)
-  rollouts = streams.Stream(
-    cfg.stream,
+  rollouts = generation.stream(
+    cfg,
+    parts,
+    tools.samplers,
     book,
-    env=parts.env,
-    engine=tools.samplers.engine,
-    prompts=parts.data.train,
-    frontier=frontiers.Frontier(),
     rewards=tools.rewards,
     clock=tools.clock,
-    verify=tools.samplers.publish,
-    plan=plan,
-    log=_open_log(tools.folder, cut, digest),
     stopping=lambda: bool(hosts.stopping),
+    log=_open_log(tools.folder, cut, digest),
+    digest=digest,
   )
   if cut is not None:
     rollouts.restore(cut)
@@ -359,7 +335,7 @@ def restore_or_start(
   trainer: trainers.Trainer,
   store: checkpoint.Store,
 ) -> tuple[types.TrainState, checkpoint.Restored | None, int]:
-  """Returns state, its checkpoint if any, and batches trained so far."""
+  """Returns state, its checkpoint's rest if any, and batches trained so far."""
   restored = store.restore(trainer.abstract)
   if restored is None:
     params = warm_up(cfg, parts, place, place.draw())
@@ -375,7 +351,12 @@ def restore_or_start(
       f"checkpoint of that name, got that of step {int(restored.state.step)}. "
       "Give the folder its name back."
     )
-  return restored.state, restored, restored.step
+  # Or what is not donated, such as aliased weights, would stay for ever.
+  return (
+    restored.state,
+    dataclasses.replace(restored, state=None),
+    restored.step,
+  )
 
 
 def test_newest(

@@ -7,16 +7,13 @@ makes text of them. The driver sees token ids only.
 """
 
 import asyncio
-import dataclasses
 import pathlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from jaxrl_post import config, loop, prepare, types
 from jaxrl_post.data import tokenizer as tokenizers
-from jaxrl_post.models import transformer
 from jaxrl_post.placement import generator
-from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.runtime import checkpoint
 from jaxrl_post.runtime import hosts as hosts_lib
 from jaxrl_post.sampling import jetstream
@@ -75,28 +72,18 @@ def run(
   policy = place.publish(state)
   place.verify(policy)
   del state  # The optimizer's part of it is not needed.
-  mesh, shape = place.meshes.generation, parts.decoder.config
-  rules, _ = meshes.fit_rules(
-    transformer.spec(shape), meshes.GENERATION_RULES, mesh
-  )
-  compiled = generator.compiled(
-    mesh,
-    rules=rules,
-    decoder=dataclasses.replace(parts.decoder, dtype=cfg.sampling.dtype),
-    cfg=cfg.sampling,
-    max_prompt=cfg.data.max_prompt,
-  )
+  assert place.steps is not None, "mode roles is refused"
   engine = jetstream.Engine(
-    compiled,
+    place.steps,
     cfg.sampling,
     params=policy.params,
     tokenizer=parts.data.tokenizer,
-    vocab_size=shape.vocab_size,
+    vocab_size=parts.decoder.config.vocab_size,
     sampling=parts.eval_env.sampling,
     group_size=cfg.group_size,
     max_prompt=cfg.data.max_prompt,
     key=generator.keys(cfg.seed)[1],
-    mesh=mesh,
+    mesh=place.meshes.generation,
     dispatch=place.locks[1],
   )
   engine.warm_up()

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import pathlib
+import typing
 
 from jaxrl_post import types
 from jaxrl_post.envs import ledger as ledgers
@@ -59,26 +60,7 @@ NAME = "events.jsonl"
 
 Event = ledgers.Event | Begin | Take | Run | Restore
 
-_KINDS = {
-  kind.__name__: kind
-  for kind in (
-    ledgers.Admit,
-    ledgers.Block,
-    ledgers.Finish,
-    ledgers.Score,
-    ledgers.Filter,
-    ledgers.Fail,
-    ledgers.Drop,
-    ledgers.Retry,
-    ledgers.Consume,
-    ledgers.Publish,
-    ledgers.Stop,
-    Begin,
-    Take,
-    Run,
-    Restore,
-  )
-}
+_KINDS = {kind.__name__: kind for kind in typing.get_args(Event)}
 
 
 class Log:

@@ -94,7 +94,15 @@ class _Group:
 
 
 class Work:
-  """Ledger, frontier and groups, moved together."""
+  """Ledger, frontier and groups, moved together.
+
+  Attributes:
+    ledger: where every group is.
+    frontier: which draws have left.
+    counters: what was made.
+    next_uid: the draw that is admitted next, if the data has not ended.
+    held: outcomes of groups that are known, and not entered yet, in order.
+  """
 
   def __init__(
     self,
@@ -120,22 +128,17 @@ class Work:
     self._filters = filter_zero_signal
     self._groups: dict[int, _Group] = {}
     self._steps: dict[int, int] = {}
-    self._held: list[ledgers.Score | ledgers.Filter | ledgers.Fail] = []
+    self.held: list[ledgers.Score | ledgers.Filter | ledgers.Fail] = []
     self._reasons: dict[int, str] = {}
     self.ledger, self.frontier = ledger, frontier
     self.counters = cuts.Counters()
     self._uids = self._pending()
-    self._next_uid = next(self._uids)
+    self.next_uid = next(self._uids)
 
   @property
   def exhausted(self) -> bool:
     """Whether the data has ended."""
-    return self._next_uid >= len(self._prompts)
-
-  @property
-  def next_uid(self) -> int:
-    """The draw that is admitted next, if the data has not ended."""
-    return self._next_uid
+    return self.next_uid >= len(self._prompts)
 
   @property
   def ended(self) -> bool:
@@ -146,12 +149,7 @@ class Work:
   @property
   def window(self) -> int:
     """Groups that may be admitted; 0 when the data has ended."""
-    return 0 if self.exhausted else max(0, ledgers.window(self.ledger))
-
-  @property
-  def held(self) -> list[ledgers.Score | ledgers.Filter | ledgers.Fail]:
-    """Outcomes of groups that are known, and not entered yet, in order."""
-    return self._held
+    return 0 if self.exhausted else ledgers.window(self.ledger)
 
   def awaited(self) -> str:
     """Says why the next batch is not ready."""
@@ -177,7 +175,7 @@ class Work:
       room=engine.room,
       busy=engine.busy,
       scoring=sum(len(group.sampled) for group in self._groups.values()),
-      held=len(self._held),
+      held=len(self.held),
       complete=book.step > book.version or ready,
     )
 
@@ -200,10 +198,10 @@ class Work:
 
   def admit(self) -> types.Request:
     """Begins the next group; returns what to sample."""
-    prompt = self._prompts[self._next_uid]
+    prompt = self._prompts[self.next_uid]
     self.apply(ledgers.Admit(prompt.uid))
     self._groups[prompt.uid] = _Group(prompt)
-    self._next_uid = next(self._uids)
+    self.next_uid = next(self._uids)
     return self._env.request(prompt)
 
   def book(
@@ -240,7 +238,7 @@ class Work:
     del group.sampled[rollout.completion.uid]
     group.scored[rollout.completion.uid] = rollout
     if len(group.scored) == self._env.group_size:
-      self._held.append(self._outcome(uid, group))
+      self.held.append(self._outcome(uid, group))
 
   def settle(self, allows: Callable[[ledgers.Event], bool]) -> list[str]:
     """Enters the outcomes that are known, as far as it is allowed.
@@ -249,12 +247,12 @@ class Work:
       Of each group that left untrained, why.
     """
     reasons = []
-    for event in [*self._held]:
+    for event in [*self.held]:
       if event.uid not in self._groups:  # Dropped meanwhile.
-        self._held.remove(event)
+        self.held.remove(event)
         self._reasons.pop(event.uid, None)
       elif allows(event):
-        self._held.remove(event)
+        self.held.remove(event)
         if isinstance(event, ledgers.Score):
           self.apply(event)
         else:
@@ -329,7 +327,7 @@ class Work:
         requests += self._rest(group, was)
         rollouts += group.sampled.values()
     self._uids = self._pending()
-    self._next_uid = next(self._uids)
+    self.next_uid = next(self._uids)
     return requests, rollouts
 
   def _rest(self, group: _Group, was: cuts.Open) -> list[types.Request]:
@@ -343,7 +341,7 @@ class Work:
     uids = tuple(uid for uid in whole.uids if uid not in done)
     entries = {e.uid: e.state for e in self.ledger.outstanding}
     if entries[was.uid] == "scoring" and not group.sampled:
-      self._held.append(self._outcome(was.uid, group))
+      self.held.append(self._outcome(was.uid, group))
     if not uids:
       return []
     return [dataclasses.replace(whole, uids=uids, begun=was.begun)]

@@ -86,23 +86,23 @@ def compiled(
 
 
 def build(
+  shared: engines.Steps,
   mesh: jax.sharding.Mesh,
   *,
-  rules: Mapping[str, str],
-  decoder: decoders.Decoder,
   cfg: engines.Sampling,
   max_prompt: int,
+  vocab_size: int,
   lock: contextlib.AbstractContextManager[Any],
   free_idle: bool = False,
 ) -> Callable[[jax.Array, int], engines.Engine]:
-  """Places an engine.
+  """Places engines.
 
   Args:
-    mesh: as for `compiled`; likewise the next four.
-    rules: logical axis to mesh axis.
-    decoder: the model.
+    shared: from `compiled`, with the next three.
+    mesh: the generation mesh.
     cfg: sizes of an engine.
     max_prompt: longest prompt, in tokens.
+    vocab_size: ids must be below it.
     lock: held around every launch.
     free_idle: see `engine.Engine`.
 
@@ -110,9 +110,6 @@ def build(
     A function of a random key and a group size that allocates an engine. All
     engines share the compiled steps.
   """
-  shared = compiled(
-    mesh, rules=rules, decoder=decoder, cfg=cfg, max_prompt=max_prompt
-  )
   whole = jax.sharding.NamedSharding(mesh, jax.P())
 
   def allocate(key: jax.Array, group_size: int) -> engines.Engine:
@@ -120,7 +117,7 @@ def build(
       shared,
       cfg,
       max_prompt=max_prompt,
-      vocab_size=decoder.config.vocab_size,
+      vocab_size=vocab_size,
       key=jax.device_put(key, whole),
       insert_width=group_size,
       dispatch=lock,

@@ -41,8 +41,9 @@ class Programs:
       and the length of its schedule in steps.
     draw: draws or reads the first weights onto the training mesh.
     publisher: the way of the weights.
+    steps: of all engines; None where other processes have them.
     engine: allocates an engine, from a random key and a group size; None
-      where other processes have them.
+      likewise.
     engine_rows: completions in flight of one engine.
     free_first: whether `publish` frees the old policy before it sends.
     locks: held while weights are sent: both meshes launch programs then.
@@ -53,6 +54,7 @@ class Programs:
   trainer: Callable[[types.Algorithm, optim.Optim, int], trainers.Trainer]
   draw: Callable[[], types.Tree]
   publisher: publishing.Publisher
+  steps: engines.Steps | None
   engine: Callable[[jax.Array, int], engines.Engine] | None
   engine_rows: int
   free_first: bool
@@ -206,7 +208,7 @@ def build(
   spec = transformer.spec(decoder.config)
   home = meshes.weight_shardings(spec, meshes.TRAINING_RULES, placed.training)
   shapes = specs.abstract(spec, jnp.dtype("float32"))
-  engine, rules = None, {}
+  steps, engine, rules = None, None, {}
   if cfg.mode == "roles":
     away = replica.outbox(shapes, placed.generation)
   else:
@@ -252,12 +254,19 @@ def build(
 
   local = dataclasses.replace(sampling, rows=sampling.rows // processes)
   if cfg.mode != "roles":
-    engine = generator.build(
+    steps = generator.compiled(
       placed.generation,
       rules=rules,
       decoder=dataclasses.replace(decoder, dtype=sampling.dtype),
       cfg=local,
       max_prompt=max_prompt,
+    )
+    engine = generator.build(
+      steps,
+      placed.generation,
+      cfg=local,
+      max_prompt=max_prompt,
+      vocab_size=decoder.config.vocab_size,
       lock=other,
       free_idle="cache" in cfg.park,
     )
@@ -269,6 +278,7 @@ def build(
     trainer=trainer,
     draw=draw,
     publisher=publisher,
+    steps=steps,
     engine=engine,
     engine_rows=local.rows,
     free_first=cfg.publish.buffers == "free_first",

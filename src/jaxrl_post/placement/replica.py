@@ -170,12 +170,20 @@ class Replica:
     self._structure = jax.tree.structure(shardings)
     self._lock = threading.RLock()
     self._check = fingerprint.checker(self._shardings)
-    make = generator.build(
+    cfg, max_prompt = recipe.sampling, recipe.max_prompt
+    steps = generator.compiled(
       mesh,
       rules=rules,
       decoder=recipe.decoder,
-      cfg=recipe.sampling,
-      max_prompt=recipe.max_prompt,
+      cfg=cfg,
+      max_prompt=max_prompt,
+    )
+    make = generator.build(
+      steps,
+      mesh,
+      cfg=cfg,
+      max_prompt=max_prompt,
+      vocab_size=recipe.decoder.config.vocab_size,
       lock=self._lock,
     )
     rollout_key, eval_key = generator.keys(recipe.seed)

@@ -137,7 +137,7 @@ def write(
     except BaseException:
       shutil.rmtree(aside)
       raise
-    _sync(path.parent)
+    folder_lib.sync(path.parent)
   except (OSError, ValueError) as error:
     fault = str(error)
   else:
@@ -147,15 +147,6 @@ def write(
     f"{path}: expected to write a batch of a dump, got {fault}. Make room "
     "if that is it, or write elsewhere."
   )
-
-
-def _sync(folder: pathlib.Path) -> None:
-  """Saves the names in a folder from a power cut."""
-  handle = os.open(folder, os.O_RDONLY)
-  try:
-    os.fsync(handle)
-  finally:
-    os.close(handle)
 
 
 def _write(

@@ -45,12 +45,20 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
   except BaseException:
     os.unlink(name)
     raise
-  # The new name, too, must survive a power cut.
-  parent = os.open(path.parent, os.O_RDONLY)
+  sync(path.parent)
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+  """Saves the names in a folder from a power cut.
+
+  Args:
+    path: the folder.
+  """
+  handle = os.open(path, os.O_RDONLY)
   try:
-    os.fsync(parent)
+    os.fsync(handle)
   finally:
-    os.close(parent)
+    os.close(handle)
 
 
 @contextlib.contextmanager
