@@ -119,7 +119,7 @@ def _generation(
   trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
   policy = place.publish(trainer.start(place.draw()))
   assert place.engine is not None
-  sampler = place.engine(generator.keys(cfg.seed)[0], cfg.group_size)
+  sampler = place.engine(generator.keys(cfg.seed)[0])
   sampler.warm_up(policy.params)
 
   def step(number: int) -> object:

@@ -31,7 +31,7 @@ _HOMES = {
   "insert": "sampling.steps",
   "pack": "data.pack",
   "plan": "placement.publish",
-  "prefill": "sampling.steps",
+  "prefill": "sampling.prefix",
   "score": "training.step",
   "update": "training.step",
   # Whole runs.

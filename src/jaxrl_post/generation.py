@@ -64,10 +64,10 @@ class Local:
     assert place.engine is not None, "mode roles has others"
     self._place = place
     rollout_key, eval_key = generator.keys(cfg.seed)
-    self.engine = place.engine(rollout_key, cfg.group_size)
+    self.engine = place.engine(rollout_key)
     # An engine made anew for each: its cache is as large as that of training.
     # The width of a group, so that it runs the very same programs.
-    self.tester = functools.partial(place.engine, eval_key, cfg.group_size)
+    self.tester = functools.partial(place.engine, eval_key)
 
   def warm_up(self, policy: types.Policy) -> None:
     """See `Samplers`."""

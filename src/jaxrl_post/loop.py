@@ -321,6 +321,7 @@ def build(
     path=cfg.model.path,
     sampling=cfg.sampling,
     max_prompt=cfg.data.max_prompt,
+    group_size=cfg.group_size,
     key=jax.random.key(cfg.seed),
     devices=jax.devices(),
     process=hosts.index,

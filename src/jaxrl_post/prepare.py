@@ -13,6 +13,7 @@ from jaxrl_post.envs import ledger as ledgers
 from jaxrl_post.models import decoder, weights
 from jaxrl_post.placement import mesh, programs
 from jaxrl_post.runtime import dump
+from jaxrl_post.sampling import steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +60,10 @@ def prepare(cfg: config.Run) -> Parts:
   if cfg.warmup.num_steps:
     _check_references(cfg, data)
   stop_ids = data.tokenizer.eos_ids
-  if not 1 <= len(stop_ids) <= cfg.sampling.max_stop_ids:
+  if not 1 <= len(stop_ids) <= steps.MAX_IDS:
     raise types.InputError(
-      f"sampling.max_stop_ids: expected 1 to {cfg.sampling.max_stop_ids} end "
-      f"tokens of the tokenizer, got {stop_ids}. Raise the limit, or give the "
-      "tokenizer an end token."
+      f"data.tokenizer: expected 1 to {steps.MAX_IDS} end tokens, got "
+      f"{stop_ids}. Give the tokenizer an end token."
     )
   sampling = types.SamplingParams(
     temperature=cfg.sampling.temperature,

@@ -182,22 +182,68 @@ class SamplingParams:
     top_k: keeps the k most probable tokens; 0 keeps all.
     top_p: keeps tokens while the probability before them is below p; 1 keeps
       all.
+    min_p: keeps tokens whose probability is at least this part of that of the
+      most probable one; 0 keeps all.
     max_tokens: longest completion, in tokens.
+    min_tokens: tokens before which no stop token can be drawn; at most
+      `max_tokens`.
     stop_ids: a token of this set ends the completion and is part of it.
+    stop_strings: text that ends the completion with the token that completes
+      it, which is part of it.
+    logit_bias: pairs of a token id and what is added to its logit, within
+      +-1e30; no id twice.
+    forbidden_ids: tokens that are never drawn, whatever their bias.
+    top_logprobs: how many of the most probable tokens are reported with each
+      token.
+    prompt_logprobs: whether the prompt's tokens are reported as well.
+    seed: replaces the run's random key for this request, in [0, 2**31); None
+      keeps it.
   """
 
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  min_p: float = 0.0
   max_tokens: int = 32
+  min_tokens: int = 0
   stop_ids: tuple[int, ...] = ()
+  stop_strings: tuple[str, ...] = ()
+  logit_bias: tuple[tuple[int, float], ...] = ()
+  forbidden_ids: tuple[int, ...] = ()
+  top_logprobs: int = 0
+  prompt_logprobs: bool = False
+  seed: int | None = None
 
   def __post_init__(self) -> None:
+    most = self.max_tokens
+    stops, bias = self.stop_strings, self.logit_bias
+    biased = [token for token, _ in bias]
+    forbidden = self.forbidden_ids
+    small = all(abs(value) <= 1e30 for _, value in bias)
+    # U+FFFD stands for half a character, whose rest is in the next token.
+    readable = all(text and "\ufffd" not in text for text in stops)
+    seeded = self.seed is None or 0 <= self.seed < 2**31
+    is_finite = 0 <= self.temperature < float("inf")
+    once = len(set(biased)) == len(biased)
     rules = (
-      (self.temperature >= 0, "temperature", ">= 0", self.temperature),
+      (is_finite, "temperature", ">= 0 and finite", self.temperature),
       (self.top_k >= 0, "top_k", ">= 0 (0 keeps all)", self.top_k),
       (0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p),
-      (self.max_tokens >= 1, "max_tokens", ">= 1", self.max_tokens),
+      (0 <= self.min_p < 1, "min_p", "in [0, 1) (0 keeps all)", self.min_p),
+      (most >= 1, "max_tokens", ">= 1", most),
+      (
+        0 <= self.min_tokens <= most,
+        "min_tokens",
+        f"in [0, max_tokens = {most}]",
+        self.min_tokens,
+      ),
+      (readable, "stop_strings", "non-empty texts without U+FFFD", stops),
+      (min(biased, default=0) >= 0, "logit_bias", "ids >= 0", bias),
+      (once, "logit_bias", "no id twice", bias),
+      (small, "logit_bias", "values within +-1e30", bias),
+      (min(forbidden, default=0) >= 0, "forbidden_ids", "ids >= 0", forbidden),
+      (self.top_logprobs >= 0, "top_logprobs", ">= 0", self.top_logprobs),
+      (seeded, "seed", "in [0, 2**31) or None", self.seed),
     )
     for holds, name, rule, value in rules:
       if not holds:
@@ -253,6 +299,9 @@ class Completion:
       distribution over the whole vocabulary.
     versions: policy version that made each token.
     finish: "stop" by a stop token, "length" by the limit.
+    top_logprobs: ids and log-probabilities of the most probable tokens in each
+      place, the most probable first; empty in the places of tokens that were
+      made before a break, and altogether if not asked for.
   """
 
   uid: int
@@ -260,6 +309,7 @@ class Completion:
   logprobs: tuple[float, ...]
   versions: tuple[int, ...]
   finish: Literal["stop", "length"]
+  top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @host_record

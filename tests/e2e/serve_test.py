@@ -72,7 +72,7 @@ def completions(path, cfg, parts):
     )
     for n, text in enumerate(PROMPTS)
   ]
-  engine = place.engine(generator.keys(cfg.seed)[1], GROUP)
+  engine = place.engine(generator.keys(cfg.seed)[1])
   done = engines.generate(engine, place.publish(state), requests)
   return tuple(tuple(done[i : i + GROUP]) for i in range(0, len(done), GROUP))
 

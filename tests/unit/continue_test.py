@@ -12,8 +12,9 @@ import pytest
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import spec, transformer
+from jaxrl_post.placement import generator
+from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import engine as engines
-from jaxrl_post.sampling import steps
 
 _CONFIG = transformer.Config(
   num_layers=2,
@@ -26,7 +27,7 @@ _CONFIG = transformer.Config(
   tie_embeddings=False,
 )
 _DECODER = decoders.Decoder(_CONFIG)
-_ROWS, _MAX_PROMPT, _MAX_TOKENS, _STOPS = 4, 8, 128, 2
+_ROWS, _MAX_PROMPT, _MAX_TOKENS = 4, 8, 128
 _PROMPT = (3, 1, 4, 1, 5)
 _LENGTH = 12
 
@@ -38,34 +39,16 @@ def _params(seed=0):
 
 
 @functools.cache
-def _compiled(block):
-  return engines.Steps(
-    empty=functools.partial(
-      steps.empty,
-      _CONFIG,
-      rows=_ROWS,
-      slots=_MAX_PROMPT + _MAX_TOKENS,
-      num_stop_ids=_STOPS,
-      dtype="float32",
-      num_forced=_MAX_TOKENS,
-    ),
-    prefill=_prefill(),
-    insert=_insert(),
-    decode=jax.jit(
-      functools.partial(steps.decode, decoder=_DECODER, num_steps=block),
-      donate_argnums=1,
-    ),
+def _compiled(cfg):
+  mesh = meshes.build(meshes.GenerationAxes(data=1), jax.devices()[:1])
+  return generator.compiled(
+    mesh,
+    rules={},
+    decoder=_DECODER,
+    cfg=cfg,
+    max_prompt=_MAX_PROMPT,
+    group=2,
   )
-
-
-@functools.cache
-def _prefill():
-  return jax.jit(functools.partial(steps.prefill, decoder=_DECODER))
-
-
-@functools.cache
-def _insert():
-  return jax.jit(steps.insert, donate_argnums=1)
 
 
 def _engine(block=4, in_flight="keep"):
@@ -73,16 +56,14 @@ def _engine(block=4, in_flight="keep"):
     rows=_ROWS,
     block=block,
     max_tokens=_MAX_TOKENS,
-    max_stop_ids=_STOPS,
     in_flight=in_flight,
   )
   return engines.Engine(
-    _compiled(block),
+    _compiled(dataclasses.replace(cfg, in_flight="keep")),
     cfg,
     max_prompt=_MAX_PROMPT,
     vocab_size=_CONFIG.vocab_size,
     key=jax.random.key(7),
-    insert_width=2,
     dispatch=contextlib.nullcontext(),
   )
 
@@ -306,7 +287,7 @@ def test_c64_57_sevens_then_71_eights_whatever_is_in_flight(in_flight):
 def test_c127_continuing_and_recomputing_compile_nothing():
   engine = _engine(4, "recompute")
   engine.warm_up(_params())
-  compiled = _compiled(4)
+  compiled = engine._steps
   programs = (compiled.prefill, compiled.insert, compiled.decode)
   before = [program._cache_size() for program in programs]
   whole = _whole()

@@ -11,8 +11,10 @@ import pytest
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import spec, transformer
+from jaxrl_post.placement import generator
+from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import engine as engines
-from jaxrl_post.sampling import steps
+from jaxrl_post.sampling import reader
 
 _CONFIG = transformer.Config(
   num_layers=2,
@@ -33,35 +35,28 @@ def _params():
 
 
 @functools.cache
-def _compiled(rows, block, max_prompt, max_tokens):
-  return engines.Steps(
-    empty=functools.partial(
-      steps.empty,
-      _CONFIG,
-      rows=rows,
-      slots=max_prompt + max_tokens,
-      num_stop_ids=4,
-      dtype="float32",
-      num_forced=max_tokens,
-    ),
-    prefill=jax.jit(functools.partial(steps.prefill, decoder=_DECODER)),
-    insert=jax.jit(steps.insert, donate_argnums=1),
-    decode=jax.jit(
-      functools.partial(steps.decode, decoder=_DECODER, num_steps=block),
-      donate_argnums=1,
-    ),
+def _compiled(cfg, max_prompt, width):
+  mesh = meshes.build(meshes.GenerationAxes(data=1), jax.devices()[:1])
+  return generator.compiled(
+    mesh,
+    rules={},
+    decoder=_DECODER,
+    cfg=cfg,
+    max_prompt=max_prompt,
+    group=width,
   )
 
 
-def _engine(rows=4, block=4, max_tokens=16, max_prompt=16, key=0, width=2):
-  cfg = engines.Sampling(rows=rows, block=block, max_tokens=max_tokens)
+def _engine(
+  rows=4, block=4, max_tokens=16, max_prompt=16, key=0, width=2, **sizes
+):
+  cfg = engines.Sampling(rows=rows, block=block, max_tokens=max_tokens, **sizes)
   return engines.Engine(
-    _compiled(rows, block, max_prompt, max_tokens),
+    _compiled(cfg, max_prompt, width),
     cfg,
     max_prompt=max_prompt,
     vocab_size=_CONFIG.vocab_size,
     key=jax.random.key(key),
-    insert_width=width,
     dispatch=contextlib.nullcontext(),
   )
 
@@ -222,9 +217,9 @@ def test_new_weights_take_effect_between_two_blocks():
 def test_a_group_is_prefilled_once(monkeypatch):
   engine = _engine(rows=2)
   calls = []
-  plain = engine._prefill
+  plain = engine._reader._prefill
   monkeypatch.setattr(
-    engine, "_prefill", lambda *args: calls.append(1) or plain(*args)
+    engine._reader, "_prefill", lambda *args: calls.append(1) or plain(*args)
   )
   engines.generate(
     engine, _policy(), [_request(_prompt(4), range(9), max_tokens=5)]
@@ -246,7 +241,7 @@ def test_c127_programs_are_bounded_by_buckets_whatever_the_lengths():
   steps_of = engine._steps
   programs = [steps_of.prefill, steps_of.insert, steps_of.decode]
   before = [p._cache_size() for p in programs]
-  assert (before[0], before[2]) == (len(engines.buckets(64)), 1)
+  assert (before[0], before[2]) == (len(reader.buckets(64)), 1)
   draw = np.random.default_rng(0)
   requests = [
     _request(
@@ -261,6 +256,6 @@ def test_c127_programs_are_bounded_by_buckets_whatever_the_lengths():
 
 
 def test_buckets_end_at_the_limit():
-  assert engines.buckets(64) == (16, 32, 64)
-  assert engines.buckets(40) == (16, 32, 40)
-  assert engines.buckets(7) == (7,)
+  assert reader.buckets(64) == (16, 32, 64)
+  assert reader.buckets(40) == (16, 32, 40)
+  assert reader.buckets(7) == (7,)

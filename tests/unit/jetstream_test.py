@@ -63,6 +63,7 @@ def _compiled():
     decoder=decoders.Decoder(_CONFIG),
     cfg=_SIZES,
     max_prompt=_MAX_PROMPT,
+    group=2,
   )
 
 
@@ -91,7 +92,6 @@ def ours():
     max_prompt=_MAX_PROMPT,
     vocab_size=_CONFIG.vocab_size,
     key=jax.random.key(5),
-    insert_width=_GROUP,
     dispatch=contextlib.nullcontext(),
   )
 

@@ -194,6 +194,7 @@ def on_one_device(cfg: config.Run) -> programs.Programs:
     path=None,
     sampling=cfg.sampling,
     max_prompt=cfg.data.max_prompt,
+    group_size=cfg.group_size,
     key=jax.random.key(0),
     devices=jax.devices()[:1],
   )

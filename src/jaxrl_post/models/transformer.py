@@ -9,11 +9,12 @@ compute dtype. In this file a suffix names the dims: `q_BTNH`.
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
 from jaxrl_post.models import spec as specs
@@ -75,11 +76,12 @@ class Config:
       )
 
 
-class KVCache(NamedTuple):
-  """Keys and values, one slot a position: slot s holds position s of a row."""
-
-  k: Float[Array, "L B S K H"]
-  v: Float[Array, "L B S K H"]
+# What attends where there is a cache: takes a layer's cache, q [B, T, N, H],
+# and k and v [B, T, K, H] of the new tokens; returns what each query read,
+# [B, T, N, H], and the cache with the new tokens in it.
+Attend: TypeAlias = Callable[
+  [Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]
+]
 
 
 def spec(cfg: Config) -> types.Tree:
@@ -162,14 +164,23 @@ class _Context(NamedTuple):
 
   sin: jax.Array
   cos: jax.Array
-  mask: jax.Array
-  positions: jax.Array
+  attend: Attend
 
 
-def _attend(
+def attention(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: jax.Array
 ) -> jax.Array:
-  """Softmax attention in float32; the one place a back-end is chosen."""
+  """Softmax attention in float32 over keys that lie side by side.
+
+  Args:
+    q_BTNH: queries.
+    k_BSKH: keys.
+    v_BSKH: values.
+    mask: [B, 1, T, S]; which keys a query reads.
+
+  Returns:
+    What each query read, [B, T, N, H].
+  """
   with jax.numpy_dtype_promotion("standard"):  # it mixes float32 and bfloat16
     return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask)
 
@@ -191,8 +202,8 @@ def _block(
   x: jax.Array,
   w: dict[str, jax.Array],
   ctx: _Context,
-  cached: tuple[KVCache, jax.Array] | None,
-) -> tuple[jax.Array, KVCache | None]:
+  cache: Any,
+) -> tuple[jax.Array, Any]:
   h = _rms_norm(x, w["attn_norm"], cfg.norm_eps)
   q, k, v = (_project(h, w[name], 1) for name in ("q", "k", "v"))
   if cfg.qkv_bias:
@@ -201,17 +212,8 @@ def _block(
     q = _rms_norm(q, w["q_norm"], cfg.norm_eps)
     k = _rms_norm(k, w["k_norm"], cfg.norm_eps)
   q, k = _rotate(q, ctx.sin, ctx.cos), _rotate(k, ctx.sin, ctx.cos)
-  cache = None
-  if cached is not None:
-    cache, index = cached
-    rows = jnp.arange(k.shape[0])[:, None]
-    # A position past the cache is dropped, never clamped onto the last slot.
-    at = (index, rows, ctx.positions)
-    cache = KVCache(
-      cache.k.at[at].set(k, mode="drop"), cache.v.at[at].set(v, mode="drop")
-    )
-    k, v = cache.k[index], cache.v[index]
-  x = x + _project(_attend(q, k, v, ctx.mask), w["o"], 2)
+  read, cache = ctx.attend(cache, q, k, v)
+  x = x + _project(read, w["o"], 2)
   h = _rms_norm(x, w["mlp_norm"], cfg.norm_eps)
   gated = jax.nn.silu(_project(h, w["gate"], 1)) * _project(h, w["up"], 1)
   return x + _project(gated, w["down"], 1), cache
@@ -224,61 +226,79 @@ def forward(
   positions: Int[Array, "B T"],
   *,
   segment_ids: Int[Array, "B T"] | None = None,
-  cache: KVCache | None = None,
+  cache: Any = None,
+  attend: Attend | None = None,
   dtype: Literal["float32", "bfloat16"] = "float32",
   remat: bool = False,
-) -> tuple[Float[Array, "B T D"], KVCache | None]:
+) -> tuple[Float[Array, "B T D"], Any]:
   """Runs the decoder over tokens.
 
   Args:
-    params: weights as `spec` declares them.
+    params: weights as `spec` declares them, or as `unstack` returns them. In
+      the second case layers are unrolled and not scanned: compiling takes
+      longer, and no step copies a layer's weights out of the stack.
     cfg: shape of the decoder.
     tokens: ids below `cfg.vocab_size`; a larger id gives NaN, not a neighbour.
-    positions: place of each token in its own sequence, from 0. With a cache it
-      is also the slot that the token's key and value are written to; a slot
-      past the end is not written.
+    positions: place of each token in its own sequence, from 0.
     segment_ids: tokens attend to earlier tokens of the same segment only.
-      Ignored with a cache, where a row is one sequence.
-    cache: earlier keys and values, attended to up to each token's position.
+      Ignored with `attend`.
+    cache: what `attend` keeps of each layer: a tree with layers as the first
+      dim, or a tuple of them if the weights are unstacked.
+    attend: attends where a token has keys outside of `tokens`; None for
+      attention among them.
     dtype: compute dtype of matrix products; norms and softmax are float32.
     remat: recompute each layer in the backward pass instead of keeping it.
 
   Returns:
-    Hidden states after the last norm, and the cache with these tokens in it.
+    Hidden states after the last norm, and the cache as `attend` left it.
   """
   phase = positions[..., None].astype(jnp.float32) * inverse_frequencies(cfg)
   sin, cos = jnp.sin(phase)[:, :, None, :], jnp.cos(phase)[:, :, None, :]
-  ctx = _Context(sin, cos, _mask(positions, segment_ids, cache), positions)
+  ctx = _Context(sin, cos, attend or _among(tokens.shape, segment_ids))
   x = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan)
   x = x.astype(dtype)
 
-  def layer(carry, xs):
-    x, kv = carry
-    weights, index = xs
+  def layer(x, xs):
+    weights, cached = xs
     weights = jax.tree.map(lambda w: w.astype(dtype), weights)
-    x, kv = _block(cfg, x, weights, ctx, None if kv is None else (kv, index))
-    return (x, kv), None
+    return _block(cfg, x, weights, ctx, cached)
 
   if remat:
     layer = jax.checkpoint(layer, prevent_cse=False)
-  index = jnp.arange(cfg.num_layers)
-  (x, cache), _ = jax.lax.scan(layer, (x, cache), (params["layers"], index))
+  if isinstance(params["layers"], tuple):
+    made = []
+    caches = (None,) * cfg.num_layers if cache is None else cache
+    for xs in zip(params["layers"], caches, strict=True):
+      x, cached = layer(x, xs)
+      made.append(cached)
+    cache = None if cache is None else tuple(made)
+  else:
+    x, cache = jax.lax.scan(layer, x, (params["layers"], cache))
   return _rms_norm(x, params["final_norm"], cfg.norm_eps), cache
 
 
-def _mask(
-  positions: Int[Array, "B T"],
-  segment_ids: Int[Array, "B T"] | None,
-  cache: KVCache | None,
-) -> Bool[Array, "B 1 T S"]:
-  if cache is not None:
-    slots = jnp.arange(cache.k.shape[2])
-    return (slots <= positions[..., None])[:, None]
-  order = jnp.arange(positions.shape[1])
+def unstack(params: types.Tree) -> types.Tree:
+  """Returns the weights with a tuple of layers instead of stacked ones."""
+  stacked = params["layers"]
+  depth = jax.tree.leaves(stacked)[0].shape[0]
+  layers = tuple(
+    jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(depth)
+  )
+  return {**params, "layers": layers}
+
+
+def _among(shape: tuple[int, ...], segment_ids: jax.Array | None) -> Attend:
+  """Attends to the earlier tokens of the same segment; keeps nothing."""
+  order = jnp.arange(shape[1])
   mask = (order[None, :] <= order[:, None])[None]
   if segment_ids is not None:
     mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
-  return jnp.broadcast_to(mask, (positions.shape[0], *mask.shape[1:]))[:, None]
+  mask = jnp.broadcast_to(mask, (shape[0], *mask.shape[1:]))[:, None]
+
+  def attend(cache: Any, q: jax.Array, k: jax.Array, v: jax.Array):
+    return attention(q, k, v, mask), cache
+
+  return attend
 
 
 def logits(
@@ -340,10 +360,3 @@ def token_logprobs(
     x.swapaxes(0, 1).reshape(x.shape[1], -1)[:, :length] for x in out
   )
   return logprobs, entropy
-
-
-def empty_cache(cfg: Config, rows: int, slots: int, dtype: str) -> KVCache:
-  """Returns a cache of zeros: `rows` sequences of up to `slots` positions."""
-  shape = (cfg.num_layers, rows, slots, cfg.num_kv_heads, cfg.head_width)
-  # Two buffers: one shared by both could not be donated.
-  return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import transformer
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import engine as engines
+from jaxrl_post.sampling import pages as paging
+from jaxrl_post.sampling import prefix as prefixes
 from jaxrl_post.sampling import steps
 
 # Uses of the run's key; the weights are drawn with number 0.
@@ -35,6 +38,7 @@ def compiled(
   decoder: decoders.Decoder,
   cfg: engines.Sampling,
   max_prompt: int,
+  group: int,
 ) -> engines.Steps:
   """Places the steps of sampling.
 
@@ -44,44 +48,79 @@ def compiled(
     decoder: the model; its dtype is that of the engine.
     cfg: sizes of an engine.
     max_prompt: longest prompt, in tokens.
+    group: most rows that share a prompt.
 
   Returns:
     The steps; each is compiled at its first use with arguments of a shape.
   """
   whole = jax.sharding.NamedSharding(mesh, jax.P())
   rows = meshes.batch_sharding(mesh)
-  cache: Any = jax.sharding.NamedSharding(
+  # Pages of every layer lie as rows do; of key heads, as the weights do.
+  pages: Any = jax.sharding.NamedSharding(
     mesh,
-    jax.P(None, meshes.GENERATION_BATCH, None, rules.get("kv_heads"), None),
+    jax.P(meshes.GENERATION_BATCH, None, rules.get("kv_heads"), None, None),
+  )
+  size = paging.sizes(
+    rows=cfg.rows,
+    group=group,
+    page=cfg.page,
+    max_prompt=max_prompt,
+    max_tokens=cfg.max_tokens,
+    share=cfg.cache,
+    parts=math.prod(mesh.shape[name] for name in meshes.GENERATION_BATCH),
   )
   empty = functools.partial(
     steps.empty,
     decoder.config,
-    rows=cfg.rows,
-    slots=max_prompt + cfg.max_tokens,
-    num_stop_ids=cfg.max_stop_ids,
+    size,
     dtype=cfg.dtype,
     num_forced=cfg.max_tokens,
   )
+  shapes = jax.eval_shape(empty)
   shardings: steps.DecodeState = dataclasses.replace(
-    jax.tree.map(lambda _: rows, jax.eval_shape(empty)),
-    cache=transformer.KVCache(cache, cache),
+    jax.tree.map(lambda _: rows, shapes),
+    own=jax.tree.map(lambda _: pages, shapes.own),
+    prompt=jax.tree.map(lambda _: pages, shapes.prompt),
   )
 
   # Closures and not partials: the profiler and errors then show their names.
-  def prefill(params: types.Tree, tokens: jax.Array, length: jax.Array):
-    return steps.prefill(params, tokens, length, decoder=decoder)
+  def prefill(
+    params: types.Tree, tokens: jax.Array, length: jax.Array, bucket: int
+  ):
+    return prefixes.prefill(
+      params, tokens, length, decoder=decoder, bucket=bucket
+    )
+
+  def extend(
+    params: types.Tree,
+    prefix: prefixes.Prefix,
+    tokens: jax.Array,
+    begin: jax.Array,
+  ):
+    return prefixes.extend(params, prefix, tokens, begin, decoder=decoder)
 
   def decode(params: types.Tree, state: steps.DecodeState, key: jax.Array):
     return steps.decode(
-      params, state, key, decoder=decoder, num_steps=cfg.block
+      params,
+      state,
+      key,
+      decoder=decoder,
+      num_steps=cfg.block,
+      num_top=cfg.top_logprobs,
     )
 
+  # XLA's CPU back-end copies a layer out of the stack for every product with it
+  # (1.2 to 1.6 times the time of a token); others read it where it lies.
+  copies = mesh.devices.flat[0].platform == "cpu"
   return engines.Steps(
+    size=size,
     empty=jax.jit(empty, out_shardings=shardings),
-    prefill=jax.jit(prefill),
+    layout=jax.jit(transformer.unstack) if copies else transformer.unstack,
+    prefill=jax.jit(prefill, static_argnums=3),
+    extend=jax.jit(extend, donate_argnums=1),
     insert=jax.jit(steps.insert, donate_argnums=1, out_shardings=shardings),
     decode=jax.jit(decode, donate_argnums=1, out_shardings=(shardings, whole)),
+    cancel=jax.jit(steps.cancel, donate_argnums=0, out_shardings=shardings),
   )
 
 
@@ -94,7 +133,7 @@ def build(
   vocab_size: int,
   lock: contextlib.AbstractContextManager[Any],
   free_idle: bool = False,
-) -> Callable[[jax.Array, int], engines.Engine]:
+) -> Callable[[jax.Array], engines.Engine]:
   """Places engines.
 
   Args:
@@ -107,19 +146,18 @@ def build(
     free_idle: see `engine.Engine`.
 
   Returns:
-    A function of a random key and a group size that allocates an engine. All
-    engines share the compiled steps.
+    A function of a random key that allocates an engine. All engines share the
+    compiled steps.
   """
   whole = jax.sharding.NamedSharding(mesh, jax.P())
 
-  def allocate(key: jax.Array, group_size: int) -> engines.Engine:
+  def allocate(key: jax.Array) -> engines.Engine:
     return engines.Engine(
       shared,
       cfg,
       max_prompt=max_prompt,
       vocab_size=vocab_size,
       key=jax.device_put(key, whole),
-      insert_width=group_size,
       dispatch=lock,
       free_idle=free_idle,
     )

@@ -42,8 +42,7 @@ class Programs:
     draw: draws or reads the first weights onto the training mesh.
     publisher: the way of the weights.
     steps: of all engines; None where other processes have them.
-    engine: allocates an engine, from a random key and a group size; None
-      likewise.
+    engine: allocates an engine, from a random key; None likewise.
     engine_rows: completions in flight of one engine.
     free_first: whether `publish` frees the old policy before it sends.
     locks: held while weights are sent: both meshes launch programs then.
@@ -55,7 +54,7 @@ class Programs:
   draw: Callable[[], types.Tree]
   publisher: publishing.Publisher
   steps: engines.Steps | None
-  engine: Callable[[jax.Array, int], engines.Engine] | None
+  engine: Callable[[jax.Array], engines.Engine] | None
   engine_rows: int
   free_first: bool
   locks: tuple[_Lock, _Lock]
@@ -178,6 +177,7 @@ def build(
   path: str | None,
   sampling: engines.Sampling,
   max_prompt: int,
+  group_size: int,
   key: jax.Array,
   devices: Sequence[Any],
   process: int = 0,
@@ -191,6 +191,7 @@ def build(
     path: its checkpoint; None draws random weights.
     sampling: sizes and dtype of engines.
     max_prompt: longest prompt, in tokens.
+    group_size: completions of a prompt, that share it in the cache.
     key: the run's key.
     devices: all of them, of all processes.
     process: index of this one.
@@ -260,6 +261,7 @@ def build(
       decoder=dataclasses.replace(decoder, dtype=sampling.dtype),
       cfg=local,
       max_prompt=max_prompt,
+      group=group_size,
     )
     engine = generator.build(
       steps,

@@ -177,6 +177,7 @@ class Replica:
       decoder=recipe.decoder,
       cfg=cfg,
       max_prompt=max_prompt,
+      group=recipe.group_size,
     )
     make = generator.build(
       steps,
@@ -187,13 +188,13 @@ class Replica:
       lock=self._lock,
     )
     rollout_key, eval_key = generator.keys(recipe.seed)
-    self._engine = make(rollout_key, recipe.group_size)
+    self._engine = make(rollout_key)
     self._loading = threading.Lock()
     self._newest = -1
     self._reports: queue.SimpleQueue[servers.Report] = queue.SimpleQueue()
     self._server = servers.Server(
       self._engine,
-      tester=lambda: make(eval_key, recipe.group_size),
+      tester=lambda: make(eval_key),
       verify=lambda policy: None,  # `load` has.
       report=self._reports.put,
     )

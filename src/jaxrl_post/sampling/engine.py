@@ -13,14 +13,15 @@ through `decode` again, see `steps`.
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.sampling import steps
+from jaxrl_post.sampling import pages, reader, rows, steps
+from jaxrl_post.sampling import prefix as prefixes
 
 # Below it, logits divided by the temperature leave float32.
 _COLDEST = 0.01
@@ -35,8 +36,16 @@ class Sampling:
     max_tokens: longest completion.
     rows: completions in flight at a time.
     block: tokens made per dispatch; new weights take effect between blocks.
-    prefill_prompts: prompts per prefill call.
-    max_stop_ids: most stop tokens a request may have.
+    prefill_tokens: most tokens of a prefill call: several short prompts, or a
+      chunk of a long one, between the chunks of which others go on.
+    page: positions of a page of the cache. Large ones are read faster, small
+      ones waste less: half a page a row.
+    cache: memory of the cache, as a share of what it takes for all rows to
+      reach the longest prompt and completion, in (0, 1]. Where it comes to an
+      end, the youngest completions wait and are made again up to where they
+      were: the same tokens, for more work.
+    top_logprobs: most probable tokens that a request can have reported with
+      each of its own; as many are computed for every token.
     in_flight: what newer weights mean for a completion in the making. "keep":
       it goes on, over keys and values of the older ones. "recompute": its
       prompt and tokens are read again by the newer ones first, which costs a
@@ -51,19 +60,31 @@ class Sampling:
   max_tokens: int = 32
   rows: int = 64
   block: int = 8
-  prefill_prompts: int = 8
-  max_stop_ids: int = 4
+  prefill_tokens: int = 512
+  page: int = 32
+  cache: float = 1.0
+  top_logprobs: int = 0
   in_flight: Literal["keep", "recompute", "drain"] = "keep"
   dtype: Literal["float32", "bfloat16"] = "float32"
 
   def __post_init__(self) -> None:
-    names = ("max_tokens", "rows", "block", "prefill_prompts", "max_stop_ids")
+    names = ("max_tokens", "rows", "block", "prefill_tokens", "page")
     for name in names:
       if getattr(self, name) < 1:
         raise types.InputError(
           f"sampling.{name}: expected >= 1, got {getattr(self, name)}. "
           "Correct the value."
         )
+    if self.top_logprobs < 0:
+      raise types.InputError(
+        f"sampling.top_logprobs: expected >= 0, got {self.top_logprobs}. 0 "
+        "reports none."
+      )
+    if not 0 < self.cache <= 1:
+      raise types.InputError(
+        f"sampling.cache: expected a share in (0, 1], got {self.cache}. 1 "
+        "holds all rows at their longest."
+      )
     if self.temperature < _COLDEST:
       raise types.InputError(
         f"sampling.temperature: expected >= {_COLDEST}, got "
@@ -73,78 +94,30 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-  """The compiled steps of one engine, as a placement provides them."""
+  """The compiled steps of one engine, as a placement provides them.
 
+  Attributes:
+    size: of the cache.
+    empty: see `steps`.
+    layout: weights as `decode` reads them best.
+    prefill: of parameters, tokens, lengths and the bucket.
+    extend: see `steps`, likewise the next two.
+    insert: donates the state.
+    decode: donates the state; of laid out weights.
+    cancel: donates the state.
+  """
+
+  size: pages.Sizes
   empty: Callable[[], steps.DecodeState]
-  prefill: Callable[..., steps.Prefix]
+  layout: Callable[[types.Tree], types.Tree]
+  prefill: Callable[..., prefixes.Prefix]
+  extend: Callable[..., prefixes.Prefix]
   insert: Callable[..., steps.DecodeState]
   decode: Callable[
     [types.Tree, steps.DecodeState, jax.Array],
     tuple[steps.DecodeState, steps.Block],
   ]
-
-
-def buckets(longest: int, shortest: int = 16) -> tuple[int, ...]:
-  """Returns the padded prompt lengths: powers of two up to `longest`.
-
-  The last one is `longest` itself, so no prompt is padded beyond the limit.
-  """
-  sizes = []
-  size = shortest
-  while size < longest:
-    sizes.append(size)
-    size *= 2
-  return (*sizes, longest)
-
-
-@dataclasses.dataclass
-class _Row:
-  """A completion in the making."""
-
-  uid: int
-  request: types.Request
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  logprobs: list[float] = dataclasses.field(default_factory=list)
-  versions: list[int] = dataclasses.field(default_factory=list)
-
-  def partial(self) -> types.Partial:
-    return types.Partial(
-      uid=self.uid,
-      tokens=tuple(self.tokens),
-      logprobs=tuple(self.logprobs),
-      versions=tuple(self.versions),
-    )
-
-  def finished(self) -> types.Completion:
-    return types.Completion(
-      uid=self.uid,
-      tokens=tuple(self.tokens),
-      logprobs=tuple(self.logprobs),
-      versions=tuple(self.versions),
-      finish=steps.finish(self.tokens, self.request.sampling.stop_ids),
-    )
-
-
-def _rows_of(request: types.Request) -> collections.deque[_Row]:
-  """Returns the completions of a request as far as they are made."""
-  begun = {partial.uid: partial for partial in request.begun}
-  rows = collections.deque(_Row(uid, request) for uid in request.uids)
-  for row in rows:
-    if row.uid in begun:
-      row.tokens += begun[row.uid].tokens
-      row.logprobs += begun[row.uid].logprobs
-      row.versions += begun[row.uid].versions
-  return rows
-
-
-@dataclasses.dataclass
-class _Waiting:
-  """A request of which some completions have no row yet."""
-
-  request: types.Request
-  rows: collections.deque[_Row]
-  prefix: steps.Prefix | None = None
-  source: int = 0
+  cancel: Callable[[steps.DecodeState, Any], steps.DecodeState]
 
 
 class Engine:
@@ -158,7 +131,6 @@ class Engine:
     max_prompt: int,
     vocab_size: int,
     key: jax.Array,
-    insert_width: int,
     dispatch: contextlib.AbstractContextManager[Any],
     free_idle: bool = False,
   ) -> None:
@@ -170,24 +142,33 @@ class Engine:
       max_prompt: longest prompt, in tokens.
       vocab_size: ids must be below it.
       key: the random key of these completions.
-      insert_width: rows filled per insert; the group size.
       dispatch: held around every launch, so that all threads launch programs
         of the same devices in one order.
       free_idle: give the cache's memory back whenever no completion is in
         flight, until the next one. Nothing in it is needed then.
     """
     self._steps = compiled
+    self._size = compiled.size
     self._cfg = cfg
-    self._buckets = buckets(max_prompt)
     self._vocab_size = vocab_size
     self._key = key
-    self._width = insert_width
     self._dispatch = dispatch
     self._free_idle = free_idle
+    self._reader = reader.Reader(
+      compiled,
+      max_prompt=max_prompt,
+      call_tokens=cfg.prefill_tokens,
+      most=-(-cfg.rows // self._size.group),
+      dispatch=dispatch,
+    )
     self._state: steps.DecodeState | None = None
-    self._rows: list[_Row | None] = [None] * cfg.rows
-    self._waiting: collections.deque[_Waiting] = collections.deque()
+    self._rows: list[rows.Row | None] = [None] * cfg.rows
+    self._waiting: collections.deque[rows.Waiting] = collections.deque()
     self._version: int | None = None
+    # Weights as they were given, and as `decode` reads them.
+    self._weights: tuple[types.Tree, types.Tree] | None = None
+    self._crowded = False
+    self._begun = 0
 
   @property
   def room(self) -> int:
@@ -208,10 +189,15 @@ class Engine:
         stop ids too long, or a token that the model does not have.
       RunError: a completion that it continues is not half made by this request.
     """
+    sampling = request.sampling
+    changed = {i for i, _ in sampling.logit_bias} | {*sampling.forbidden_ids}
     limits = (
-      ("prompt tokens", len(request.prompt), self._buckets[-1]),
+      ("prompt tokens", len(request.prompt), self._reader.buckets[-1]),
       ("max_tokens", request.sampling.max_tokens, self._cfg.max_tokens),
-      ("stop ids", len(request.sampling.stop_ids), self._cfg.max_stop_ids),
+      ("stop ids", len(request.sampling.stop_ids), steps.MAX_IDS),
+      ("top_logprobs", request.sampling.top_logprobs, self._cfg.top_logprobs),
+      ("biased and forbidden ids", len(changed), steps.MAX_IDS),
+      ("largest of them", max(changed, default=0), self._vocab_size - 1),
       ("largest token", max(request.prompt, default=0), self._vocab_size - 1),
     )
     for name, value, most in limits:
@@ -225,8 +211,8 @@ class Engine:
         f"request {request.uids[0]}: expected a prompt of at least one token, "
         "got none. Give the prompt a begin token."
       )
-    self._check_begun(request)
-    self._waiting.append(_Waiting(request, _rows_of(request)))
+    rows.check_begun(request, self._vocab_size)
+    self._waiting.append(rows.Waiting(request, rows.rows_of(request)))
 
   def partials(self) -> tuple[types.Partial, ...]:
     """Returns the completions that are half made, as of the last block.
@@ -235,9 +221,11 @@ class Engine:
       Those that have a token, in a row or waiting for one. A request of the
       same prompt, uids and sampling that has them in `begun` continues them.
     """
-    rows = [row for row in self._rows if row is not None]
-    rows += [row for waiting in self._waiting for row in waiting.rows]
-    return tuple(row.partial() for row in rows if row.tokens)
+    half = [row for row in self._rows if row is not None]
+    for row in half:
+      row.read()
+    half += [row for waiting in self._waiting for row in waiting.rows]
+    return tuple(row.partial() for row in half if row.tokens)
 
   def renew(self) -> None:
     """Has the next step take its weights for newer ones, see `in_flight`.
@@ -248,14 +236,12 @@ class Engine:
 
   def warm_up(self, params: types.Tree) -> None:
     """Compiles every program the engine will run, with no effect on state."""
-    num = self._cfg.prefill_prompts
-    for bucket in self._buckets:
-      tokens = np.zeros((num, bucket), np.int32)
-      prefix = self._prefill(params, tokens, np.ones(num, np.int32))
-      nobody = types.Request(
-        prompt=(0,), uids=(), sampling=types.SamplingParams()
-      )
-      self._insert(_Waiting(nobody, _rows_of(nobody), prefix), [])
+    nobody = types.Request(
+      prompt=(0,), uids=(), sampling=types.SamplingParams()
+    )
+    for prefix in self._reader.warm_up(params):
+      self._insert(rows.Waiting(nobody, rows.rows_of(nobody), prefix), [], [])
+    self._cancel([])
     self._decode(params)
 
   def step(self, params: types.Tree, version: int) -> list[types.Completion]:
@@ -272,136 +258,204 @@ class Engine:
     if version != self._version:
       # A prompt read by older weights would be in tokens stamped with newer.
       for waiting in self._waiting:
-        waiting.prefix = None
+        waiting.prefix, waiting.begin = None, 0
       if self._cfg.in_flight == "recompute":
         self._rebuild(params)
       self._version = version
     self._refill(params)
-    block = jax.device_get(self._decode(params))
+    self._make_room()
+    block = self._decode(params)
+    made = rows.Made(block, version)
+    for row in self._rows:  # What the host has to do, while devices work.
+      if row is not None:
+        row.read()
+    done = self._settle(block, made)
+    if self._free_idle and not self.busy:
+      self._state = self._weights = None
+    return done
+
+  def _settle(
+    self, block: steps.Block, made: rows.Made
+  ) -> list[types.Completion]:
+    """Waits for a block, and takes out what has ended in it."""
+    active, used = jax.device_get((block.active, block.made))
     done = []
-    counts, starts = block.valid.sum(axis=1), block.valid.argmax(axis=1)
     for index, row in enumerate(self._rows):
       if row is None:
         continue
-      count, start = int(counts[index]), int(starts[index])
-      sampled = slice(start, start + count)
-      row.tokens += block.tokens[index, sampled].tolist()
-      row.logprobs += block.logprobs[index, sampled].tolist()
-      row.versions += [version] * count
-      if not block.active[index]:
+      row.unread.append((made, index))
+      row.used = int(used[index])
+      if not active[index]:
+        row.read()
         done.append(row.finished())
         self._rows[index] = None
-    if self._free_idle and not self.busy:
-      self._state = None
+    self._crowded = self._crowded and not done
     return done
 
   def _refill(self, params: types.Tree) -> None:
-    free = [i for i, row in enumerate(self._rows) if row is None]
-    while free and self._waiting:
+    """Fills idle rows, as far as prompts are read and there are pages."""
+    while self._waiting and None in self._rows:
       first = self._waiting[0]
-      if first.prefix is None:
-        self._prefill_waiting(params, first, self._waiting)
-      count = min(len(free), len(first.rows), self._width)
-      at, free = free[:count], free[count:]
-      self._insert(first, at)
+      if not first.ready:
+        self._reader.read(params, first, self._waiting, self._size.group)
+        if not first.ready and any(self._rows):
+          return  # The next chunk after a block of the others.
+        continue
+      at = self._places(first)
+      if not at:
+        return
+      self._insert(first, at, [first.rows.popleft() for _ in at])
       if not first.rows:
         self._waiting.popleft()
 
+  def _places(self, waiting: rows.Waiting) -> list[int]:
+    """Returns idle rows for the next completions of a prompt, in one part."""
+    idle = [self._idle(part) for part in range(self._size.parts)]
+    part = max(range(self._size.parts), key=lambda p: len(idle[p]))
+    width = self._size.group
+    first = waiting.rows[0].member // width
+    together = sum(row.member // width == first for row in waiting.rows)
+    count = min(len(idle[part]), together)
+    if self._crowded:
+      return []
+    if self._prompt_need(waiting, part, first) > self._prompt_free(part):
+      return []
+    left = self._free(part) - self._need(part)
+    each = self._pages_of(min(self._cfg.block, self._cfg.max_tokens))
+    return idle[part][: max(0, min(count, left // each))]
+
+  def _idle(self, part: int) -> list[int]:
+    begin = part * self._size.rows
+    here = range(begin, begin + self._size.rows)
+    return [i for i in here if self._rows[i] is None]
+
+  def _of_part(self, part: int) -> list[rows.Row]:
+    begin = part * self._size.rows
+    here = self._rows[begin : begin + self._size.rows]
+    return [row for row in here if row is not None]
+
+  def _pages_of(self, positions: int) -> int:
+    return -(-positions // self._size.page)
+
+  def _prompt_need(self, waiting: rows.Waiting, part: int, place: int) -> int:
+    """Returns the pages for a prompt, 0 where rows of the part have it."""
+    tag = _tag(waiting, place)
+    if any(row.tag == tag for row in self._of_part(part)):
+      return 0
+    return self._pages_of(len(waiting.request.prompt) - 1)
+
+  def _prompt_free(self, part: int) -> int:
+    """Returns the pages for prompts that nobody has."""
+    lengths = {r.tag: len(r.request.prompt) for r in self._of_part(part)}
+    taken = sum(self._pages_of(n - 1) for n in lengths.values())
+    return self._size.pool_pages - taken
+
+  def _free(self, part: int) -> int:
+    """Returns the own pages that nobody has."""
+    taken = sum(self._pages_of(row.used) for row in self._of_part(part))
+    return self._size.pages - taken
+
+  def _need(self, part: int) -> int:
+    """Returns the pages that rows take in the next block."""
+    need = 0
+    for row in self._of_part(part):
+      end = min(row.used + self._cfg.block, row.request.sampling.max_tokens)
+      need += self._pages_of(end) - self._pages_of(row.used)
+    return need
+
+  def _make_room(self) -> None:
+    """Has the youngest rows wait until the others have pages for a block."""
+    out = []
+    for part in range(self._size.parts):
+      while self._need(part) > self._free(part):
+        row = max(self._of_part(part), key=lambda row: row.age)
+        index = self._rows.index(row)
+        row.read()
+        self._rows[index] = None
+        out.append(index)
+        self._waiting.appendleft(
+          rows.Waiting(row.request, collections.deque([row]))
+        )
+    if out:
+      self._crowded = True
+      self._cancel(out)
+
   def _rebuild(self, params: types.Tree) -> None:
     """Starts every row again where it is, to read what it has made."""
-    indices: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for index, row in enumerate(self._rows):
       if row is not None:
-        indices.setdefault(id(row.request), []).append(index)
-    groups = []
-    for at in indices.values():
-      rows = [row for row in (self._rows[i] for i in at) if row is not None]
-      groups.append(_Waiting(rows[0].request, collections.deque(rows)))
-    for group, at in zip(groups, indices.values(), strict=True):
-      if group.prefix is None:
-        self._prefill_waiting(params, group, groups)
-      for i in range(0, len(at), self._width):
-        self._insert(group, at[i : i + self._width])
+        groups.setdefault(id(row.request), []).append(index)
+    begun = []
+    for at in groups.values():
+      here = [row for row in (self._rows[i] for i in at) if row is not None]
+      for row in here:
+        row.read()
+      begun.append(rows.Waiting(here[0].request, collections.deque(here)))
+    self._cancel([i for at in groups.values() for i in at])
+    for waiting, at in zip(begun, groups.values(), strict=True):
+      while not waiting.ready:
+        self._reader.read(params, waiting, begun, self._size.group)
+      together: dict[tuple[int, int], list[tuple[int, rows.Row]]] = {}
+      for index, row in zip(at, waiting.rows, strict=True):
+        part, place = index // self._size.rows, row.member // self._size.group
+        together.setdefault((part, place), []).append((index, row))
+      for some in together.values():
+        self._insert(waiting, [i for i, _ in some], [row for _, row in some])
 
-  def _bucket(self, waiting: _Waiting) -> int:
-    length = len(waiting.request.prompt)
-    return next(b for b in self._buckets if b >= length)
-
-  def _prefill_waiting(
-    self, params: types.Tree, first: _Waiting, others: Iterable[_Waiting]
+  def _insert(
+    self, waiting: rows.Waiting, at: list[int], begun: list[rows.Row]
   ) -> None:
-    """Prefills the prompt of `first`, and others of its bucket with it."""
-    num, bucket = self._cfg.prefill_prompts, self._bucket(first)
-    batch = [
-      w for w in others if w.prefix is None and self._bucket(w) == bucket
-    ][:num]
-    tokens = np.zeros((num, bucket), np.int32)
-    length = np.ones(num, np.int32)
-    for i, waiting in enumerate(batch):
-      prompt = waiting.request.prompt
-      tokens[i, : len(prompt)], length[i] = prompt, len(prompt)
-    prefix = self._prefill(params, tokens, length)
-    for i, waiting in enumerate(batch):
-      waiting.prefix, waiting.source = prefix, i
-
-  def _prefill(
-    self, params: types.Tree, tokens: np.ndarray, length: np.ndarray
-  ) -> steps.Prefix:
-    with self._dispatch:
-      return self._steps.prefill(params, tokens, length)
-
-  def _insert(self, waiting: _Waiting, at: list[int]) -> None:
-    begun = [waiting.rows.popleft() for _ in at]
+    """Puts completions that share a tag into rows of one part."""
+    width = self._size.group
+    place = begun[0].member // width if begun else 0
+    tag = _tag(waiting, place)
     for index, row in zip(at, begun, strict=True):
+      row.tag, row.age, row.used = tag, self._begun, 0
+      self._begun += 1
       self._rows[index] = row
-    rows = steps.rows_for(
+    inserted = steps.rows_for(
       [row.uid for row in begun],
       waiting.request.sampling,
-      num_stop_ids=self._cfg.max_stop_ids,
-      width=self._width,
+      width=width,
       begun=[row.tokens for row in begun],
       num_forced=self._cfg.max_tokens,
+      tag=tag,
+      members=[row.member for row in begun],
     )
-    nowhere = [len(self._rows)] * (self._width - len(at))
+    nowhere = [len(self._rows)] * (width - len(at))
     target = np.array(at + nowhere, np.int32)
     source = np.array(waiting.source, np.int32)
     with self._dispatch:
       self._state = self._steps.insert(
-        waiting.prefix, self._allocated(), source, target, rows
+        waiting.prefix, self._allocated(), source, target, inserted
       )
+
+  def _cancel(self, at: list[int]) -> None:
+    """Ends rows on the devices; their pages are free."""
+    ended = np.zeros(len(self._rows), bool)
+    ended[at] = True
+    with self._dispatch:
+      self._state = self._steps.cancel(self._allocated(), ended)
 
   def _decode(self, params: types.Tree) -> steps.Block:
     with self._dispatch:
+      if self._weights is None or self._weights[0] is not params:
+        self._weights = None  # Before the next ones take memory.
+        self._weights = params, self._steps.layout(params)
       state = self._allocated()
-      self._state, block = self._steps.decode(params, state, self._key)
-    return block
-
-  def _check_begun(self, request: types.Request) -> None:
-    """Refuses to continue what this request cannot have begun."""
-    sampling, uids = request.sampling, [p.uid for p in request.begun]
-    for begun in request.begun:
-      sizes = [len(x) for x in (begun.tokens, begun.logprobs, begun.versions)]
-      bad = [t for t in begun.tokens if not 0 <= t < self._vocab_size]
-      stops = [t for t in begun.tokens if t in sampling.stop_ids]
-      most = sampling.max_tokens - 1
-      rules = (
-        (begun.uid in request.uids, f"a uid of {request.uids}", begun.uid),
-        (uids.count(begun.uid) == 1, "each uid once", uids),
-        (len({*sizes}) == 1, "as many log-probabilities and versions", sizes),
-        (sizes[0] <= most, f"at most {most} tokens", sizes[0]),
-        (not bad, f"tokens in [0, {self._vocab_size})", bad),
-        (not stops, "no stop token", stops),
+      self._state, block = self._steps.decode(
+        self._weights[1], state, self._key
       )
-      for holds, rule, value in rules:
-        if not holds:
-          raise types.RunError(
-            f"completion {begun.uid} to continue: expected {rule}, got "
-            f"{value}. What was kept of it is damaged, or of another run."
-          )
+    return block
 
   def _allocated(self) -> steps.DecodeState:
     state, self._state = self._state, None  # The caller donates it.
     return self._steps.empty() if state is None else state
+
+
+def _tag(waiting: rows.Waiting, place: int) -> int:
+  return (waiting.tag + place) % (2**32 - 1) + 1
 
 
 def generate(

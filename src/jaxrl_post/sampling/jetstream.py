@@ -19,7 +19,8 @@ from jaxtyping import Array, Int
 from jaxrl_post import types
 from jaxrl_post.data import tokenizer as tokenizers
 from jaxrl_post.sampling import engine as engines
-from jaxrl_post.sampling import jetstream_package, steps
+from jaxrl_post.sampling import jetstream_package, reader, steps
+from jaxrl_post.sampling import prefix as prefixes
 
 # What JetStream pads prompts to; the largest prompt is one of them.
 BUCKETS = tuple(2**n for n in range(4, 16))
@@ -168,11 +169,12 @@ class Engine:
     self._vocab_size = vocab_size
     self._sampling = sampling
     self._group_size = group_size
-    self._buckets = engines.buckets(max_prompt)
+    self._buckets = reader.buckets(max_prompt)
     self._mesh = mesh
     self._whole = jax.sharding.NamedSharding(mesh, jax.P())
     self._key = jax.device_put(key, self._whole)
     self._dispatch = dispatch
+    self._weights: tuple[types.Tree, types.Tree] | None = None
     self._columns = jax.jit(_columns, out_shardings=self._whole)
 
   def check_prompt(self, ids: Sequence[int]) -> None:
@@ -205,10 +207,10 @@ class Engine:
     self,
     *,
     params: types.Tree,
-    existing_prefix: steps.Prefix | None = None,
+    existing_prefix: prefixes.Prefix | None = None,
     padded_tokens: Any,
     true_length: int,
-  ) -> steps.Prefix:
+  ) -> prefixes.Prefix:
     """Computes the keys and values of a prompt.
 
     Args:
@@ -237,15 +239,17 @@ class Engine:
     self.check_prompt(ids.tolist())
     return self._prefill(params, ids)
 
-  def _prefill(self, params: types.Tree, ids: np.ndarray) -> steps.Prefix:
+  def _prefill(self, params: types.Tree, ids: np.ndarray) -> prefixes.Prefix:
     bucket = next(b for b in self._buckets if b >= len(ids))
     tokens = np.zeros((1, bucket), np.int32)
     tokens[0, : len(ids)] = ids
     with self._dispatch:
-      return self._steps.prefill(params, tokens, np.array([len(ids)], np.int32))
+      return self._steps.prefill(
+        params, tokens, np.array([len(ids)], np.int32), bucket
+      )
 
   def insert(
-    self, prefix: steps.Prefix, decode_state: Decoding, slot: int
+    self, prefix: prefixes.Prefix, decode_state: Decoding, slot: int
   ) -> Decoding:
     """Starts the group of a prompt in a slot, whatever was in it.
 
@@ -262,8 +266,8 @@ class Engine:
     rows = steps.rows_for(
       uids,
       self._sampling,
-      num_stop_ids=self._cfg.max_stop_ids,
       num_forced=self._cfg.max_tokens,
+      tag=decode_state.inserted % (2**32 - 1) + 1,
     )
     begin = slot * self._group_size
     at = np.arange(begin, begin + self._group_size, dtype=np.int32)
@@ -287,7 +291,9 @@ class Engine:
       valid; what follows it is not.
     """
     with self._dispatch:
-      state, block = self._steps.decode(params, decode_state.state, self._key)
+      state, block = self._steps.decode(
+        self._laid_out(params), decode_state.state, self._key
+      )
       data = self._columns(block, state.rows.made)
     width = block.tokens.shape[1]
     results = self._package.engine_api.ResultTokens(
@@ -298,6 +304,12 @@ class Engine:
       samples_per_slot=self._group_size,
     )
     return Decoding(state=state, inserted=decode_state.inserted), results
+
+  def _laid_out(self, params: types.Tree) -> types.Tree:
+    """Returns weights as `decode` reads them; the same ones are kept."""
+    if self._weights is None or self._weights[0] is not params:
+      self._weights = params, self._steps.layout(params)
+    return self._weights[1]
 
   def load_params(self, *args: Any, **kwargs: Any) -> types.Tree:
     """Returns the weights that the engine was made with."""

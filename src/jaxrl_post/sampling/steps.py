@@ -1,9 +1,10 @@
-"""The engine's pure steps: prefill, insert, decode.
+"""The engine's pure steps after the prompt: insert, decode, cancel.
 
-A group's prompt is prefilled once and inserted into a cache row for each of
-its completions. `decode` then makes a block of tokens for all rows in one
-dispatch. The key of a token is fold_in(fold_in(key, uid), position): the same
-completion comes out whatever the row, the neighbours or the block size.
+A group's prompt is prefilled once (`prefix`) and inserted once for all of its
+completions; `pages` has the cache. `decode` then makes a block of tokens for
+all rows in one dispatch. The key of a token is fold_in(fold_in(key, uid),
+position): the same completion comes out whatever the row, the neighbours or the
+block size.
 
 A completion may be continued: `decode` then takes the tokens that it has made
 already instead of drawing them, in the same program. So the cache is rebuilt by
@@ -25,22 +26,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import transformer
-from jaxrl_post.sampling import pick
+from jaxrl_post.sampling import attention, pick
+from jaxrl_post.sampling import pages as paging
+from jaxrl_post.sampling import prefix as prefixes
 
-
-@types.record
-class Prefix:
-  """Prompts as the cache sees them: P of them, padded to one bucket.
-
-  Attributes:
-    cache: keys and values, [L, P, bucket, K, H].
-    last_token: the last token of each prompt; the first decode step feeds it.
-    length: tokens in each prompt.
-  """
-
-  cache: transformer.KVCache
-  last_token: Int[Array, " P"]
-  length: Int[Array, " P"]
+# Most stop tokens of a row, and most that are biased or forbidden.
+MAX_IDS = 64
 
 
 @types.record
@@ -49,20 +40,20 @@ class Rows:
 
   Attributes:
     uid: identity of the completion.
-    temperature: see `types.SamplingParams`; likewise the next three.
-    top_k: 0 keeps all.
-    top_p: 1 keeps all.
-    stop_ids: padded with -1.
+    tag: of its group, not 0: rows of one tag share the prompt.
+    member: which row of its group it is.
+    seed: see `types.SamplingParams`; -1 for none.
+    controls: how tokens are picked.
     max_tokens: longest completion.
     made: tokens of the completion so far, those taken from `forced` included.
     forced: what the completion begins with, whatever is drawn; -1 beyond.
   """
 
   uid: UInt32[Array, " B"]
-  temperature: Float[Array, " B"]
-  top_k: Int[Array, " B"]
-  top_p: Float[Array, " B"]
-  stop_ids: Int[Array, "B M"]
+  tag: UInt32[Array, " B"]
+  member: Int[Array, " B"]
+  seed: Int[Array, " B"]
+  controls: pick.Controls
   max_tokens: Int[Array, " B"]
   made: Int[Array, " B"]
   forced: Int[Array, "B F"]
@@ -73,14 +64,18 @@ class DecodeState:
   """The engine between two blocks.
 
   Attributes:
-    cache: keys and values, [L, B, S, K, H]; slot s holds position s.
+    own: pages of what the rows have made, of each layer.
+    prompt: pages of the prompts.
+    table: who has which of them.
     token: the newest token of each row, not yet in the cache.
     position: its position.
     active: rows that still sample.
     rows: what they sample.
   """
 
-  cache: transformer.KVCache
+  own: tuple[paging.Pool, ...]
+  prompt: tuple[paging.Pool, ...]
+  table: paging.Table
   token: Int[Array, " B"]
   position: Int[Array, " B"]
   active: Bool[Array, " B"]
@@ -96,50 +91,62 @@ class Block:
     logprobs: in nats; 0 where not valid.
     valid: the row sampled a token at that column; one run a row, which begins
       behind the tokens that were forced.
+    top_ids: the most probable tokens of each place; 0 where not valid.
+    top_logprobs: theirs.
     active: rows that go on after the block.
+    made: tokens of each row's completion after it, forced ones included.
   """
 
   tokens: Int[Array, "B T"]
   logprobs: Float[Array, "B T"]
   valid: Bool[Array, "B T"]
+  top_ids: Int[Array, "B T n"]
+  top_logprobs: Float[Array, "B T n"]
   active: Bool[Array, " B"]
+  made: Int[Array, " B"]
 
 
 def rows_for(
   uids: Sequence[int],
   sampling: types.SamplingParams,
   *,
-  num_stop_ids: int,
   width: int | None = None,
   begun: Sequence[Sequence[int]] = (),
   num_forced: int = 0,
+  tag: int = 0,
+  members: Sequence[int] = (),
 ) -> Rows:
   """Says what to sample in rows that are about to be filled.
 
   Args:
     uids: identity of each completion.
     sampling: how all of them are sampled.
-    num_stop_ids: M, at least the number of stop ids in `sampling`.
     width: rows to return, filled up with idle ones; None for one a uid.
     begun: tokens that the completions begin with, in the order of `uids`;
       fewer than `sampling.max_tokens` and no stop token among them.
     num_forced: F, at least the longest of them; that of `empty`.
+    tag: of the group, in [1, 2^32); 0 for the first uid, plus 1. Rows that are
+      inserted later with the same tag, and while a row of it is in the making,
+      share the prompt of the first ones: same weights, same prompt.
+    members: which rows of the group they are; empty for the first ones.
 
   Returns:
     NumPy arrays; the step that takes them places them.
   """
   width = len(uids) if width is None else width
-  stop_ids = np.full((width, num_stop_ids), -1, np.int32)
-  stop_ids[:, : len(sampling.stop_ids)] = sampling.stop_ids
   forced = np.full((width, num_forced), -1, np.int32)
   for row, tokens in enumerate(begun):
     forced[row, : len(tokens)] = tokens
+  idle = width - len(uids)
+  members = members or range(len(uids))
   fields: dict[str, Any] = dict(
-    uid=np.array([*uids, *[0] * (width - len(uids))], np.uint32),
-    temperature=np.full(width, sampling.temperature, np.float32),
-    top_k=np.full(width, sampling.top_k, np.int32),
-    top_p=np.full(width, sampling.top_p, np.float32),
-    stop_ids=stop_ids,
+    uid=np.array([*uids, *[0] * idle], np.uint32),
+    tag=np.full(width, tag or (*uids, 0)[0] % (2**32 - 1) + 1, np.uint32),
+    member=np.array([*members, *[0] * idle], np.int32),
+    seed=np.full(
+      width, -1 if sampling.seed is None else sampling.seed, np.int32
+    ),
+    controls=pick.controls_for(sampling, width, MAX_IDS, MAX_IDS),
     max_tokens=np.full(width, sampling.max_tokens, np.int32),
     made=np.zeros(width, np.int32),
     forced=forced,
@@ -149,10 +156,8 @@ def rows_for(
 
 def empty(
   config: transformer.Config,
+  size: paging.Sizes,
   *,
-  rows: int,
-  slots: int,
-  num_stop_ids: int,
   dtype: str,
   num_forced: int = 0,
 ) -> DecodeState:
@@ -160,27 +165,28 @@ def empty(
 
   Args:
     config: shape of the model.
-    rows: completions in flight at a time.
-    slots: positions of each, prompt included.
-    num_stop_ids: most stop tokens of a row.
+    size: of the cache: rows, pages, parts.
     dtype: of the cache.
     num_forced: most tokens that a completion can be continued from.
 
   Returns:
     A state of idle rows.
   """
+  rows = size.parts * size.rows
   # Each field is a buffer of its own: one that is shared cannot be donated.
   return DecodeState(
-    cache=transformer.empty_cache(config, rows, slots, dtype),
+    own=paging.empty_pools(config, size, size.pages, dtype),
+    prompt=paging.empty_pools(config, size, size.pool_pages, dtype),
+    table=paging.empty_table(size),
     token=jnp.zeros(rows, jnp.int32),
     position=jnp.zeros(rows, jnp.int32),
     active=jnp.zeros(rows, bool),
     rows=Rows(
       uid=jnp.zeros(rows, jnp.uint32),
-      temperature=jnp.ones(rows, jnp.float32),
-      top_k=jnp.zeros(rows, jnp.int32),
-      top_p=jnp.ones(rows, jnp.float32),
-      stop_ids=jnp.full((rows, num_stop_ids), -1, jnp.int32),
+      tag=jnp.zeros(rows, jnp.uint32),
+      member=jnp.zeros(rows, jnp.int32),
+      seed=jnp.full(rows, -1, jnp.int32),
+      controls=pick.idle_controls(rows, MAX_IDS, MAX_IDS),
       max_tokens=jnp.zeros(rows, jnp.int32),
       made=jnp.zeros(rows, jnp.int32),
       forced=jnp.full((rows, num_forced), -1, jnp.int32),
@@ -188,42 +194,8 @@ def empty(
   )
 
 
-def prefill(
-  params: types.Tree,
-  tokens: Int[Array, "P T"],
-  length: Int[Array, " P"],
-  *,
-  decoder: decoders.Decoder,
-) -> Prefix:
-  """Computes the keys and values of some prompts.
-
-  Args:
-    params: weights, in the engine's dtype.
-    tokens: prompts padded on the right to a bucket.
-    length: tokens in each, at least 1.
-    decoder: the model.
-
-  Returns:
-    The prefix of each prompt. What lies beyond `length` is never attended to.
-  """
-  num, bucket = tokens.shape
-  positions = jnp.broadcast_to(jnp.arange(bucket), (num, bucket))
-  cache = transformer.empty_cache(decoder.config, num, bucket, decoder.dtype)
-  _, cache = transformer.forward(
-    params,
-    decoder.config,
-    tokens,
-    positions,
-    cache=cache,
-    dtype=decoder.dtype,
-  )
-  assert cache is not None
-  last = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
-  return Prefix(cache=cache, last_token=last, length=length)
-
-
 def insert(
-  prefix: Prefix,
+  prefix: prefixes.Prefix,
   state: DecodeState,
   source: Int[Array, ""],
   at: Int[Array, " G"],
@@ -239,29 +211,43 @@ def insert(
     rows: what to sample in each of them.
 
   Returns:
-    The state with those rows active at the end of their prompt, and all other
-    rows as they were.
+    The state with those rows active at the end of their prompt, whatever was in
+    them, and all other rows as they were.
   """
-  bucket = prefix.cache.k.shape[2]
-  at_slots = (slice(None), at, slice(0, bucket))
-
-  def write(cache: jax.Array, new: jax.Array) -> jax.Array:
-    return cache.at[at_slots].set(new[:, source][:, None], mode="drop")
+  page = state.own[0].v.shape[3]
+  ended = jnp.zeros(state.active.shape, bool).at[at].set(True, mode="drop")
+  table = paging.release(state.table, ended.reshape(state.table.start.shape))
+  member = rows.member % table.rows.shape[2]
+  table, pages = paging.join(
+    table, at, member, rows.tag[0], prefix.length[source], page=page
+  )
 
   def put(x: jax.Array, value: Any) -> jax.Array:
     return x.at[at].set(value, mode="drop")
 
   return DecodeState(
-    cache=transformer.KVCache(
-      write(state.cache.k, prefix.cache.k),
-      write(state.cache.v, prefix.cache.v),
+    own=state.own,
+    prompt=tuple(
+      paging.fill(pool, pages, prefix.k[i, source], prefix.v[i, source])
+      for i, pool in enumerate(state.prompt)
     ),
+    table=table,
     # The last prompt token is fed again by the first decode step, which thus
     # samples every token of a completion in the same program.
     token=put(state.token, prefix.last_token[source]),
     position=put(state.position, prefix.length[source] - 1),
     active=put(state.active, True),
     rows=jax.tree.map(put, state.rows, rows),
+  )
+
+
+def cancel(state: DecodeState, ended: Bool[Array, " B"]) -> DecodeState:
+  """Ends rows before their time; returns the state with their pages free."""
+  table = state.table
+  return dataclasses.replace(
+    state,
+    table=paging.release(table, ended.reshape(table.start.shape)),
+    active=state.active & ~ended,
   )
 
 
@@ -272,27 +258,37 @@ def decode(
   *,
   decoder: decoders.Decoder,
   num_steps: int,
+  num_top: int = 0,
 ) -> tuple[DecodeState, Block]:
   """Samples up to `num_steps` tokens in every active row.
 
   Args:
-    params: weights, in the engine's dtype; never donated.
-    state: donate it.
+    params: weights, in the engine's dtype; never donated. Best unstacked
+      (`transformer.unstack`) where the compiler copies a layer to use it.
+    state: donate it. Its pages must be enough for the block.
     key: the run's key.
     decoder: the model.
     num_steps: width of the block; ends early when no row is active.
+    num_top: most probable tokens to report with each.
 
   Returns:
     The state after the block, and the block. A row stops being active with its
     stop token, which is part of the block, or with its last allowed token.
     Forced tokens take a column each and are not part of the block.
   """
-  num_rows = state.token.shape[0]
+  num_rows, page = state.token.shape[0], state.own[0].v.shape[3]
+  parts = state.table.start.shape
+  if not isinstance(params["layers"], tuple):
+    params = transformer.unstack(params)
+  groups = attention.groups(state.table, page)
   block = Block(
     tokens=jnp.zeros((num_rows, num_steps), jnp.int32),
     logprobs=jnp.zeros((num_rows, num_steps), jnp.float32),
     valid=jnp.zeros((num_rows, num_steps), bool),
+    top_ids=jnp.zeros((num_rows, num_steps, num_top), jnp.int32),
+    top_logprobs=jnp.zeros((num_rows, num_steps, num_top), jnp.float32),
     active=state.active,
+    made=state.rows.made,
   )
   # One more, so that also a row of forced tokens only ends in a free one.
   forced_tokens = jnp.pad(
@@ -305,40 +301,59 @@ def decode(
   def one(carry: tuple[jax.Array, DecodeState, Block]):
     column, state, block = carry
     rows, active = state.rows, state.active
+    here = state.position.reshape(parts), active.reshape(parts)
+    table = paging.advance(state.table, *here, page)
+    seen = attention.view(table, groups, *here, page)
+
+    def attend(cache: Any, q: jax.Array, k: jax.Array, v: jax.Array):
+      q, k, v = (x.reshape(*parts, *x.shape[2:]) for x in (q, k, v))
+      read, own = attention.attend(seen, cache, q, k, v)
+      read = read.reshape(num_rows, 1, *read.shape[2:]).astype(q.dtype)
+      return read, (own, cache[1])
+
     hidden, cache = transformer.forward(
       params,
       decoder.config,
       state.token[:, None],
       state.position[:, None],
-      cache=state.cache,
+      cache=tuple(zip(state.own, state.prompt, strict=True)),
+      attend=attend,
       dtype=decoder.dtype,
     )
-    keys = jax.vmap(lambda uid, position: _token_key(key, uid, position))(
-      rows.uid, state.position + 1
-    )
-    token, logprob = pick.pick(
+    picked = pick.pick(
       transformer.logits(params, decoder.config, hidden[:, 0]),
-      keys,
-      rows.temperature,
-      rows.top_k,
-      rows.top_p,
+      _token_keys(key, rows, state.position + 1),
+      rows.controls,
+      rows.made,
+      num_top=num_top,
     )
     forced = jnp.take_along_axis(
       forced_tokens, rows.made[:, None], axis=1, mode="clip"
     )[:, 0]
-    token = jnp.where(forced >= 0, forced, token)
+    token = jnp.where(forced >= 0, forced, picked.token)
     drawn = active & (forced < 0)
     made = rows.made + active.astype(jnp.int32)
-    stops = jnp.any(token[:, None] == rows.stop_ids, axis=-1)
-    block = Block(
+    stops = jnp.any(token[:, None] == rows.controls.stop_ids, axis=-1)
+    block = dataclasses.replace(
+      block,
       tokens=block.tokens.at[:, column].set(jnp.where(drawn, token, 0)),
-      logprobs=block.logprobs.at[:, column].set(jnp.where(drawn, logprob, 0.0)),
+      logprobs=block.logprobs.at[:, column].set(
+        jnp.where(drawn, picked.logprob, 0.0)
+      ),
       valid=block.valid.at[:, column].set(drawn),
+      top_ids=block.top_ids.at[:, column].set(
+        jnp.where(drawn[:, None], picked.top_ids, 0)
+      ),
+      top_logprobs=block.top_logprobs.at[:, column].set(
+        jnp.where(drawn[:, None], picked.top_logprobs, 0.0)
+      ),
       active=active & ~stops & (made < rows.max_tokens),
+      made=made,
     )
-    assert cache is not None
     state = DecodeState(
-      cache=cache,
+      own=tuple(own for own, _ in cache),
+      prompt=state.prompt,
+      table=table,
       token=jnp.where(active, token, state.token),
       position=state.position + active.astype(jnp.int32),
       active=block.active,
@@ -348,7 +363,8 @@ def decode(
 
   start = (jnp.zeros((), jnp.int32), state, block)
   _, state, block = jax.lax.while_loop(proceed, one, start)
-  return state, block
+  table = paging.release(state.table, ~state.active.reshape(parts))
+  return dataclasses.replace(state, table=table), block
 
 
 def completions(
@@ -393,5 +409,15 @@ def finish(
   return "stop" if tokens[-1] in stop_ids else "length"
 
 
-def _token_key(key: jax.Array, uid: jax.Array, position: jax.Array):
-  return jax.random.fold_in(jax.random.fold_in(key, uid), position)
+def _token_keys(key: jax.Array, rows: Rows, position: jax.Array) -> jax.Array:
+  """Returns the key of a token for each row; of a seeded one, by its member."""
+
+  def one(uid: Any, seed: Any, member: Any, position: Any) -> jax.Array:
+    own = jax.random.key_data(jax.random.key(seed))
+    given = seed >= 0
+    base = jnp.where(given, own, jax.random.key_data(key))
+    base = jax.random.wrap_key_data(base)
+    name = jnp.where(given, member.astype(jnp.uint32), uid)
+    return jax.random.fold_in(jax.random.fold_in(base, name), position)
+
+  return jax.vmap(one)(rows.uid, rows.seed, rows.member, position)

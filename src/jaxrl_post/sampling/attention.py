@@ -1,0 +1,280 @@
+"""Attention of the engine's rows to their pages.
+
+Queries go to the pages, instead of the pages to the rows: the query of a row is
+taken to each of its pages, all queries of a group to the group's prompt. What
+they read there is merged by its log-sum-exp in the order of positions (Milakov
+and Gimelshein 2018, arXiv 1805.02867). Which pages a row has, and what lies
+beside them, changes no bit of it. Shape letters as in `pages`.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_post.sampling import pages as paging
+
+# Prompt positions that all queries of a group read at a time.
+_SPAN = 64
+# A score that no key has; -inf would make NaN where a whole page has none.
+_NOWHERE = -1e30
+
+
+class _Read(NamedTuple):
+  """What queries read in some keys: softmax without its division.
+
+  The largest score, the sum of exp(score - largest), and the values that are
+  weighted by it.
+  """
+
+  top: jax.Array
+  total: jax.Array
+  value: jax.Array
+
+
+def _read(
+  q: Float[Array, "... r H"],
+  k: Float[Array, "... H t"],
+  v: Float[Array, "... t H"],
+  seen: Bool[Array, "... t"],
+) -> _Read:
+  """Reads keys that lie side by side; float32 but for the two products."""
+  scale = 1 / math.sqrt(q.shape[-1])
+  score = jnp.matmul(q, k, preferred_element_type=jnp.float32) * scale
+  score = jnp.where(seen[..., None, :], score, _NOWHERE)
+  top = jnp.max(score, axis=-1)
+  weight = jnp.exp(score - top[..., None])
+  value = jnp.matmul(
+    weight.astype(v.dtype), v, preferred_element_type=jnp.float32
+  )
+  return _Read(top, jnp.sum(weight, axis=-1), value)
+
+
+class Groups(NamedTuple):
+  """In which order prompts are read: those with more pages come first.
+
+  `order` are groups, `reach[j]` is how many reach into the j-th span, in the
+  part that has the most of them.
+  """
+
+  order: Int[Array, "D S"]
+  reach: Int[Array, " J"]
+
+
+def _span_pages(page: int, most: int) -> int:
+  """Returns pages of a prompt that are read at a time: 8 times at most."""
+  return max(1, min(most, max(_SPAN // page, -(-most // 8))))
+
+
+def groups(table: paging.Table, page: int) -> Groups:
+  """Says how to go through the prompts; the same until rows come or go."""
+  most = table.prompt.shape[2]
+  pages = _span_pages(page, most)
+  spans = -(-most // pages) if most else 0
+  begin = jnp.arange(spans) * (pages * page)
+  reach = jnp.sum(table.length[..., None] > begin, axis=1)
+  return Groups(
+    order=jnp.argsort(-table.length, axis=1),
+    reach=jnp.max(reach, axis=0).astype(jnp.int32),
+  )
+
+
+class View(NamedTuple):
+  """Where the newest token of each row is, for all layers."""
+
+  table: paging.Table
+  groups: Groups
+  page: Int[Array, "D R"]
+  slot: Int[Array, "D R"]
+  limit: Int[Array, "D M"]
+
+
+def view(
+  table: paging.Table,
+  prompts: Groups,
+  position: Int[Array, "D R"],
+  active: Bool[Array, "D R"],
+  page: int,
+) -> View:
+  """Looks up one token a row.
+
+  Args:
+    table: from `advance` to these positions.
+    prompts: from `groups`.
+    position: of the tokens.
+    active: rows that have one; the others write nothing.
+    page: positions of a page.
+  """
+
+  def one(t: paging.Table, position: jax.Array, active: jax.Array):
+    offset = position - t.start
+    none = t.owner.shape[0]
+    order = jnp.arange(offset.shape[0])
+    at = t.pages.at[order, offset // page].get(mode="fill", fill_value=none)
+    limit = offset.at[t.owner].get(mode="fill", fill_value=-1)
+    return jnp.where(active, at, none), offset % page, limit - t.place * page
+
+  return View(table, prompts, *jax.vmap(one)(table, position, active))
+
+
+def attend(
+  seen: View,
+  cache: tuple[paging.Pool, paging.Pool],
+  q: Float[Array, "D R N H"],
+  k: Float[Array, "D R K H"],
+  v: Float[Array, "D R K H"],
+) -> tuple[Float[Array, "D R N H"], paging.Pool]:
+  """Writes one token a row and attends to all of that row's positions.
+
+  Args:
+    seen: where the tokens are.
+    cache: own pages and those of prompts, of one layer.
+    q: queries; those of one key head lie side by side.
+    k: keys of the tokens.
+    v: values of the tokens.
+
+  Returns:
+    What each query read, in float32, and own pages with the tokens in them.
+  """
+  own, prompt = cache
+
+  def write(
+    pool: paging.Pool, page: jax.Array, slot: jax.Array, k: Any, v: Any
+  ):
+    return paging.Pool(
+      pool.k.at[page, :, :, slot].set(k, mode="drop"),
+      pool.v.at[page, :, slot].set(v, mode="drop"),
+    )
+
+  own = jax.vmap(write)(own, seen.page, seen.slot, k, v)
+  shared = _read_prompts(seen, prompt, q)
+
+  def one(t: paging.Table, own: paging.Pool, limit: Any, q: Any, shared: _Read):
+    num_kv, at = own.v.shape[1], jnp.arange(own.v.shape[2])
+    asked = q.at[t.owner].get(mode="clip")
+    asked = asked.reshape(asked.shape[0], num_kv, -1, asked.shape[-1])
+    read = _read(asked, own.k, own.v, (at <= limit[:, None])[:, None])
+
+    def of_row(x: jax.Array, first: jax.Array, nothing: float) -> jax.Array:
+      x = x.reshape(x.shape[0], *first.shape[2:])
+      mine = x.at[t.pages].get(mode="fill", fill_value=nothing)
+      return jnp.concatenate([first, mine], axis=1)
+
+    top = of_row(read.top, shared.top, _NOWHERE)
+    weight = jnp.exp(top - jnp.max(top, axis=1, keepdims=True))
+    total = jnp.sum(weight * of_row(read.total, shared.total, 0.0), axis=1)
+    value = read.value.reshape(-1, *shared.value.shape[2:])
+    spans = shared.value.shape[1]
+    # Added up one by one, and not in one sum: XLA's CPU back-end takes five
+    # times as long for that (jaxlib 0.10.2).
+    whole = jnp.zeros(q.shape, jnp.float32)
+    for j in range(spans):
+      whole = whole + weight[:, j, :, None] * shared.value[:, j]
+
+    def add(j: jax.Array, whole: jax.Array) -> jax.Array:
+      mine = value.at[t.pages[:, j]].get(mode="fill", fill_value=0.0)
+      return whole + weight[:, spans + j, :, None] * mine
+
+    num = t.pages.shape[1]
+    whole = jax.lax.fori_loop(0, num, add, whole, unroll=min(num, 8))
+    # An idle row has read nothing.
+    return whole / jnp.maximum(total, 1e-30)[..., None]
+
+  return jax.vmap(one)(seen.table, own, seen.limit, q, shared), own
+
+
+def _read_prompts(
+  seen: View, prompt: paging.Pool, q: Float[Array, "D R N H"]
+) -> _Read:
+  """Reads each group's prompt once, for all queries of the group together.
+
+  Returns:
+    What each query read in each span, [D, R, J, N].
+  """
+  table, count = seen.table, seen.groups.reach
+  num_groups, group = table.rows.shape[1:]
+  page, most = prompt.v.shape[3], table.prompt.shape[2]
+  pages = _span_pages(page, most)
+  batch = min(num_groups, -(-q.shape[1] // group))
+  spans = (*q.shape[:2], count.shape[0])
+  nothing = _Read(
+    jnp.full((*spans, q.shape[2]), _NOWHERE, jnp.float32),
+    jnp.zeros((*spans, q.shape[2]), jnp.float32),
+    jnp.zeros((*spans, *q.shape[2:]), jnp.float32),
+  )
+  if not count.shape[0]:
+    return nothing
+  order = jnp.pad(
+    seen.groups.order, ((0, 0), (0, batch)), constant_values=num_groups
+  )
+  beyond = count.shape[0] * pages - most
+  lists = jnp.pad(table.prompt, ((0, 0), (0, 0), (0, beyond)))
+
+  def proceed(carry: tuple[jax.Array, jax.Array, _Read]) -> jax.Array:
+    span, first, _ = carry
+    return first < count.at[span].get(mode="fill", fill_value=0)
+
+  def go_on(carry: tuple[jax.Array, jax.Array, _Read]):
+    span, first, old = carry
+    ids = jax.lax.dynamic_slice_in_dim(order, first, batch, axis=1)
+    some = jax.lax.dynamic_slice_in_dim(lists, span * pages, pages, axis=2)
+
+    def one(t: paging.Table, pool: paging.Pool, q: Any, ids: Any, some: Any):
+      rows = t.rows.at[ids].get(mode="fill", fill_value=q.shape[0])
+      at = span * pages * page + jnp.arange(pages * page)
+      length = t.length.at[ids].get(mode="fill", fill_value=0)
+      read = _read_span(
+        pool,
+        some.at[ids].get(mode="clip"),
+        q.at[rows].get(mode="clip"),
+        at < length[:, None],
+      )
+      return rows.reshape(-1), read
+
+    rows, found = jax.vmap(one)(table, prompt, q, ids, some)
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+      return jax.vmap(lambda x, rows, y: x.at[rows, span].set(y, mode="drop"))(
+        old, rows, new
+      )
+
+    after = first + batch
+    ended = after >= count[span]
+    return (
+      jnp.where(ended, span + 1, span),
+      jnp.where(ended, 0, after),
+      jax.tree.map(put, old, found),
+    )
+
+  start = (jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), nothing)
+  return jax.lax.while_loop(proceed, go_on, start)[2]
+
+
+def _read_span(
+  pool: paging.Pool,
+  pages: Int[Array, "B s"],
+  q: Float[Array, "B G N H"],
+  seen: Bool[Array, "B t"],
+) -> _Read:
+  """Reads some pages of B prompts for the G rows of each; B x G rows of N.
+
+  Heads and rows are one dim where anything is summed: XLA's CPU back-end of
+  jaxlib 0.10.2 crashes in sums over arrays of more than six dims.
+  """
+  num, group, heads, width = q.shape
+  num_kv = pool.v.shape[1]
+  q = q.reshape(num, group, num_kv, -1, width).swapaxes(1, 2)
+  q = q.reshape(num, num_kv, -1, width)
+  k = pool.k.at[pages].get(mode="clip").transpose(0, 2, 3, 1, 4)
+  v = pool.v.at[pages].get(mode="clip").transpose(0, 2, 1, 3, 4)
+  k = k.reshape(num, num_kv, width, -1)
+  v = v.reshape(num, num_kv, -1, width)
+  read = _read(q, k, v, seen[:, None])
+
+  def by_row(x: jax.Array) -> jax.Array:
+    x = x.reshape(num, num_kv, group, -1, *x.shape[3:]).swapaxes(1, 2)
+    return x.reshape(num * group, heads, *x.shape[4:])
+
+  return jax.tree.map(by_row, read)
