@@ -95,8 +95,8 @@ class Own:
     return float(taken.sum())
 
 
-def make(w: workloads.Workload, rows: int, block: int) -> Own:
-  """Makes what an engine of so many rows needs."""
+def make(w: workloads.Workload, rows: int, block: int, **sizes: Any) -> Own:
+  """Makes what an engine of so many rows needs; `sizes` are of `Sampling`."""
   config = transformer.Config(
     num_layers=w.layers,
     width=w.width,
@@ -108,7 +108,9 @@ def make(w: workloads.Workload, rows: int, block: int) -> Own:
     rope_theta=w.rope_theta,
     norm_eps=w.norm_eps,
   )
-  cfg = engines.Sampling(max_tokens=w.max_tokens, rows=rows, block=block)
+  cfg = engines.Sampling(
+    max_tokens=w.max_tokens, rows=rows, block=block, **sizes
+  )
   device = np.asarray(jax.devices()[:1]).reshape(1, 1, 1)
   mesh = meshes.over(device, meshes.GENERATION_AXES)
   whole = jax.sharding.NamedSharding(mesh, jax.P())
