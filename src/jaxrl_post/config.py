@@ -100,6 +100,15 @@ class Run:
     if self.data.held_out is None:
       _check_not_evaluated(self)
     _check_leaves(self, "")
+    if (
+      self.sampling.quantized
+      and getattr(self.algo, "importance_cap", 1) is None
+    ):
+      raise types.InputError(
+        "algo.importance_cap: expected a cap with sampling.dtype="
+        f"{self.sampling.dtype}, which samples from other probabilities than "
+        "it trains, got None. Set one of them."
+      )
     in_turn = not self.stream.asynchronous and self.placement.mode != "roles"
     if self.placement.publish.buffers == "free_first" and not in_turn:
       raise types.InputError(

@@ -48,7 +48,7 @@ class Samplers(Protocol):
     ...
 
   def metrics(self) -> dict[str, float]:
-    """Returns what `docs/metrics.md` has under `fleet/`; none of one engine."""
+    """Returns what `docs/metrics.md` has under `engine/` or `fleet/`."""
     ...
 
   def close(self) -> None:
@@ -85,8 +85,8 @@ class Local:
     return engines.generate(self.tester(), policy, requests)
 
   def metrics(self) -> dict[str, float]:
-    """See `Samplers`."""
-    return {}
+    """See `Samplers`; of the engine of training."""
+    return self.engine.metrics()
 
   def close(self) -> None:
     """See `Samplers`."""

@@ -326,6 +326,7 @@ def build(
     devices=jax.devices(),
     process=hosts.index,
     processes=hosts.count,
+    decode=parts.data.tokenizer.decode,
   )
 
 

@@ -6,6 +6,8 @@ import json
 import pathlib
 from typing import Any
 
+from absl import logging
+
 from jaxrl_post import config, types
 from jaxrl_post.data import dataset
 from jaxrl_post.envs import events, single_turn
@@ -86,7 +88,22 @@ def prepare(cfg: config.Run) -> Parts:
     _check_replay(cfg.debug.replay, about(cfg, parts))
   if cfg.stream.follow:
     _check_events(cfg, parts)
+  _warn_uncorrected(cfg)
   return parts
+
+
+def _warn_uncorrected(cfg: config.Run) -> None:
+  """Says so where nothing corrects that the engine computes otherwise."""
+  rounds = cfg.sampling.quantized or cfg.sampling.compute != cfg.model.dtype
+  if rounds and getattr(cfg.algo, "importance_cap", None) is None:
+    logging.warning(
+      "sampling.dtype=%s beside model.dtype=%s: rollouts are sampled from "
+      "other probabilities than they train, and %s has no importance_cap that "
+      "corrects it; mismatch/* says how much",
+      cfg.sampling.dtype,
+      cfg.model.dtype,
+      type(cfg.algo).__name__,
+    )
 
 
 def _check_references(cfg: config.Run, data: dataset.Dataset) -> None:

@@ -244,7 +244,7 @@ def recipes(cfg: config.Run, parts: prepare.Parts) -> list[replica.Recipe]:
   roles = cfg.placement.roles
   count, devices = roles.generation_replicas, roles.replica_devices
   recipe = replica.Recipe(
-    decoder=dataclasses.replace(parts.decoder, dtype=cfg.sampling.dtype),
+    decoder=dataclasses.replace(parts.decoder, dtype=cfg.sampling.compute),
     sampling=dataclasses.replace(cfg.sampling, rows=cfg.sampling.rows // count),
     axes=mesh.local_axes(cfg.placement.generation, count * devices, count),
     max_prompt=cfg.data.max_prompt,

@@ -185,8 +185,8 @@ class SamplingParams:
     min_p: keeps tokens whose probability is at least this part of that of the
       most probable one; 0 keeps all.
     max_tokens: longest completion, in tokens.
-    min_tokens: tokens before which no stop token can be drawn; at most
-      `max_tokens`.
+    min_tokens: tokens before which no stop token can be drawn, and none can
+      complete a stop string; at most `max_tokens`.
     stop_ids: a token of this set ends the completion and is part of it.
     stop_strings: text that ends the completion with the token that completes
       it, which is part of it.
@@ -195,7 +195,8 @@ class SamplingParams:
     forbidden_ids: tokens that are never drawn, whatever their bias.
     top_logprobs: how many of the most probable tokens are reported with each
       token.
-    prompt_logprobs: whether the prompt's tokens are reported as well.
+    prompt_logprobs: whether the log-probabilities of the prompt's tokens are
+      reported as well.
     seed: replaces the run's random key for this request, in [0, 2**31); None
       keeps it.
   """
@@ -298,10 +299,12 @@ class Completion:
     logprobs: of each token, in nats, under the temperature-scaled
       distribution over the whole vocabulary.
     versions: policy version that made each token.
-    finish: "stop" by a stop token, "length" by the limit.
+    finish: "stop" by a stop token or a stop string, "length" by the limit.
     top_logprobs: ids and log-probabilities of the most probable tokens in each
       place, the most probable first; empty in the places of tokens that were
       made before a break, and altogether if not asked for.
+    prompt_logprobs: of each token of the prompt after the first, given those
+      before it, in the same kind of distribution; empty if not asked for.
   """
 
   uid: int
@@ -310,6 +313,7 @@ class Completion:
   versions: tuple[int, ...]
   finish: Literal["stop", "length"]
   top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+  prompt_logprobs: tuple[float, ...] = ()
 
 
 @host_record

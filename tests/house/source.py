@@ -12,7 +12,7 @@ LEVELS = (
   ("algos", "models", "rewards", "data", "runtime"),
   ("sampling", "training", "envs"),
   ("placement",),
-  ("config",),
+  ("config", "standalone"),
   ("prepare", "record"),
   ("roles",),
   ("generation",),

@@ -42,7 +42,7 @@ def test_a_run_trains_only_tokens_of_the_newest_version(tmp_path):
   assert len(set(counts[1:])) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8_cache"])
 def test_c95_a_continued_completion_is_the_same_over_four_devices(dtype):
   cfg = runs.configured(
     "placement.mode=split",

@@ -155,8 +155,8 @@ def test_the_host_counts_the_free_pages_of_the_devices(page):
   while engine.busy:
     engine.step(_params(), 0)
     table = engine._state.table
-    assert table.num_free.tolist() == [engine._free(0)]
-    assert table.num_prompt_free.tolist() == [engine._prompt_free(0)]
+    assert table.num_free.tolist() == [engine._space.free(0)]
+    assert table.num_prompt_free.tolist() == [engine._space.prompt_free(0)]
 
 
 def test_a_long_prompt_is_read_between_blocks_of_the_others():

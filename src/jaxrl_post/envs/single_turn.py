@@ -38,7 +38,9 @@ class SingleTurn:
   ) -> types.Rollout:
     """Joins a prompt and its completion, not yet scored."""
     tokens = completion.tokens
-    if completion.finish == "stop":
+    stops = self.sampling.stop_ids
+    # A token that completes a stop string is text, and stays.
+    if completion.finish == "stop" and tokens[-1] in stops:
       tokens = tokens[:-1]
     return types.Rollout(
       prompt=prompt,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
+from jaxrl_post.models import quantize
 from jaxrl_post.models import spec as specs
 
 
@@ -185,16 +186,28 @@ def attention(
     return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask)
 
 
-def _project(x: jax.Array, w: jax.Array, num_in: int) -> jax.Array:
+def _project(
+  x: jax.Array, w: jax.Array | quantize.Int8, num_in: int
+) -> jax.Array:
   """Multiplies the last dims of x with the first `num_in` dims of w.
 
   As one matrix product over all tokens: XLA's CPU back-end takes twice as long
   for the gradient of a weight that is summed over two dims.
   """
+  shape = w.values.shape if isinstance(w, quantize.Int8) else w.shape
   rows = x.shape[: x.ndim - num_in]
-  width = math.prod(w.shape[:num_in])
-  out = x.reshape(-1, width) @ w.reshape(width, -1)
-  return out.reshape(*rows, *w.shape[num_in:])
+  width = math.prod(shape[:num_in])
+  x = x.reshape(-1, width)
+  if isinstance(w, quantize.Int8):
+    out = quantize.product(x, w, num_in)
+  else:
+    out = x @ w.reshape(width, -1)
+  return out.reshape(*rows, *shape[num_in:])
+
+
+def _cast(w: jax.Array | quantize.Int8, dtype: str) -> Any:
+  """Casts a weight for products; a quantized one is cast where it is used."""
+  return w if isinstance(w, quantize.Int8) else w.astype(dtype)
 
 
 def _block(
@@ -234,9 +247,10 @@ def forward(
   """Runs the decoder over tokens.
 
   Args:
-    params: weights as `spec` declares them, or as `unstack` returns them. In
-      the second case layers are unrolled and not scanned: compiling takes
-      longer, and no step copies a layer's weights out of the stack.
+    params: weights as `spec` declares them, or quantized (`quantize.spec`), or
+      as `unstack` returns either. In the last case layers are unrolled and not
+      scanned: compiling takes longer, and no step copies a layer's weights out
+      of the stack.
     cfg: shape of the decoder.
     tokens: ids below `cfg.vocab_size`; a larger id gives NaN, not a neighbour.
     positions: place of each token in its own sequence, from 0.
@@ -260,7 +274,7 @@ def forward(
 
   def layer(x, xs):
     weights, cached = xs
-    weights = jax.tree.map(lambda w: w.astype(dtype), weights)
+    weights = {name: _cast(w, dtype) for name, w in weights.items()}
     return _block(cfg, x, weights, ctx, cached)
 
   if remat:

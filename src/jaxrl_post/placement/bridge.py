@@ -1,7 +1,8 @@
 """The way of some leaves from one mesh to another, without the host.
 
-One compiled program on the source casts leaves and lays them out on a bridge:
-the source's devices in the shape of the target's mesh. Arrays of equal layouts
+One compiled program on the source casts or quantizes leaves and lays them out
+on a bridge: the source's devices in the shape of the target's mesh. Arrays of
+equal layouts
 then travel from device to device. Where several processes train together, the
 bridge has one target for each of them, so that no array leaves its process.
 """
@@ -28,27 +29,36 @@ _PROCESS, _COPY = "_process", "_copy"
 
 @types.host_record
 class Leaf:
-  """One weight: as trained, and (`cast`, `target`) as published.
+  """A weight as published, or one of the two parts of a quantized one.
 
   Attributes:
     name: its key path.
-    shape: on both sides.
-    dtype: as trained.
-    cast: as published.
-    source: where it trains, on a mesh with Auto axes.
+    weight: key path of the weight as trained, which two leaves may share.
+    trained: shape, dtype and sharding there; a mesh with Auto axes.
+    make: computes the leaf from the weight; None where it is only cast.
+    shape: as published.
+    cast: dtype as published.
+    source: how it lies before it travels, on the mesh of `trained`.
     target: where it generates, on a mesh with Auto axes.
     goal: `target` as the engine wrote it: its axes may be Explicit.
     is_alias: whether the trainer's own buffers are what generation needs.
   """
 
   name: str
+  weight: str
+  trained: jax.ShapeDtypeStruct
+  make: Callable[[jax.Array], jax.Array] | None
   shape: tuple[int, ...]
-  dtype: np.dtype
   cast: np.dtype
   source: _Sharding
   target: _Sharding
   goal: _Sharding
   is_alias: bool
+
+  @property
+  def is_kept(self) -> bool:
+    """Whether it is published as trained, neither cast nor quantized."""
+    return self.make is None and self.trained.dtype == self.cast
 
   @property
   def dims(self) -> list[tuple[str, ...]]:
@@ -68,8 +78,8 @@ class Way:
   Attributes:
     leaves: which ones.
     home: the mesh where they train.
-    program: casts them, lays them out on the bridge and computes checksums; a
-      jitted function of a list of arrays as trained.
+    program: makes them, lays them out on the bridge and computes checksums; a
+      jitted function of a list of arrays as trained, one for each leaf.
     send: runs the program and copies; returns arrays on the target, and
       checksums of the source by leaf name.
     check: computes checksums of arrays on the target, by leaf name.
@@ -207,7 +217,7 @@ def _is_direct(
 ) -> bool:
   """Says whether a leaf lies on the bridge already, as it is published."""
   is_cut = any(splits[name][1] > 1 for name in leaf.axes)
-  if is_cut or leaf.dtype != leaf.cast:
+  if is_cut or not leaf.is_kept:
     return False
   laid = _Sharding(bridge, leaf.target.spec)
   here = leaf.source.devices_indices_map(leaf.shape)
@@ -220,15 +230,15 @@ def _program(
   direct: list[bool],
   splits: Mapping[str, tuple[int, int]],
 ) -> Any:
-  """Writes the program of the source: cast, checksum, lay out."""
+  """Writes the program of the source: cast or quantize, checksum, lay out."""
 
   def program(arrays: list[jax.Array]):
     out, sums = [], {}
     for leaf, array, skip in zip(leaves, arrays, direct, strict=True):
-      cast = array.astype(leaf.cast)
-      sums[leaf.name] = fingerprint.checksum(cast, leaf.source)
+      made = _made(array, leaf)
+      sums[leaf.name] = fingerprint.checksum(made, leaf.source)
       if not skip:
-        out.append(_cut(_halfway(cast, leaf, bridge), leaf, bridge, splits))
+        out.append(_cut(_halfway(made, leaf, bridge), leaf, bridge, splits))
     return out, sums
 
   # An output with a sharding of its own is never the buffer of an input.
@@ -238,6 +248,16 @@ def _program(
     if not skip
   ]
   return jax.jit(program, out_shardings=(shardings, None))
+
+
+def _made(array: jax.Array, leaf: Leaf) -> jax.Array:
+  """Returns a weight as it is published, still where it trains."""
+  if leaf.make is None:
+    return array.astype(leaf.cast)
+  made = jax.lax.with_sharding_constraint(leaf.make(array), leaf.source)
+  # Computed once: a value between two integers must not be rounded to one for
+  # the checksum and to the other for the way.
+  return jax.lax.optimization_barrier(made)
 
 
 def _call_on(mesh: _Mesh, program: Callable) -> Callable:

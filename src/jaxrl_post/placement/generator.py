@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,10 @@ from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import transformer
 from jaxrl_post.placement import mesh as meshes
+from jaxrl_post.sampling import attention, page_kernel, steps
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import pages as paging
 from jaxrl_post.sampling import prefix as prefixes
-from jaxrl_post.sampling import steps
 
 # Uses of the run's key; the weights are drawn with number 0.
 _ROLLOUT_KEY, _EVAL_KEY = 1, 2
@@ -56,10 +56,12 @@ def compiled(
   whole = jax.sharding.NamedSharding(mesh, jax.P())
   rows = meshes.batch_sharding(mesh)
   # Pages of every layer lie as rows do; of key heads, as the weights do.
+  heads = rules.get("kv_heads")
   pages: Any = jax.sharding.NamedSharding(
-    mesh,
-    jax.P(meshes.GENERATION_BATCH, None, rules.get("kv_heads"), None, None),
+    mesh, jax.P(meshes.GENERATION_BATCH, None, heads)
   )
+  platform = mesh.devices.flat[0].platform
+  in_kernel = platform == "tpu" and not cfg.quantized_cache
   size = paging.sizes(
     rows=cfg.rows,
     group=group,
@@ -68,12 +70,13 @@ def compiled(
     max_tokens=cfg.max_tokens,
     share=cfg.cache,
     parts=math.prod(mesh.shape[name] for name in meshes.GENERATION_BATCH),
+    multiple=page_kernel.SUBLANES if in_kernel else 1,
   )
   empty = functools.partial(
     steps.empty,
     decoder.config,
     size,
-    dtype=cfg.dtype,
+    dtype="int8" if cfg.quantized_cache else decoder.dtype,
     num_forced=cfg.max_tokens,
   )
   shapes = jax.eval_shape(empty)
@@ -82,13 +85,28 @@ def compiled(
     own=jax.tree.map(lambda _: pages, shapes.own),
     prompt=jax.tree.map(lambda _: pages, shapes.prompt),
   )
+  read_pages = attention.read_pages
+  if in_kernel:
+    split = mesh.shape[heads] if heads else 1
+    lie = page_kernel.formats(pages, decoder.config.num_kv_heads // split)
+    shardings = dataclasses.replace(shardings, own=(lie,) * len(shapes.own))
+    read_pages = page_kernel.on(mesh, meshes.GENERATION_BATCH, heads)
 
   # Closures and not partials: the profiler and errors then show their names.
   def prefill(
-    params: types.Tree, tokens: jax.Array, length: jax.Array, bucket: int
+    params: types.Tree,
+    tokens: jax.Array,
+    length: jax.Array,
+    bucket: int,
+    temperature: jax.Array | None = None,
   ):
     return prefixes.prefill(
-      params, tokens, length, decoder=decoder, bucket=bucket
+      params,
+      tokens,
+      length,
+      decoder=decoder,
+      bucket=bucket,
+      temperature=temperature,
     )
 
   def extend(
@@ -107,11 +125,12 @@ def compiled(
       decoder=decoder,
       num_steps=cfg.block,
       num_top=cfg.top_logprobs,
+      read_pages=read_pages,
     )
 
   # XLA's CPU back-end copies a layer out of the stack for every product with it
   # (1.2 to 1.6 times the time of a token); others read it where it lies.
-  copies = mesh.devices.flat[0].platform == "cpu"
+  copies = platform == "cpu"
   return engines.Steps(
     size=size,
     empty=jax.jit(empty, out_shardings=shardings),
@@ -133,6 +152,7 @@ def build(
   vocab_size: int,
   lock: contextlib.AbstractContextManager[Any],
   free_idle: bool = False,
+  decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Callable[[jax.Array], engines.Engine]:
   """Places engines.
 
@@ -143,7 +163,8 @@ def build(
     max_prompt: longest prompt, in tokens.
     vocab_size: ids must be below it.
     lock: held around every launch.
-    free_idle: see `engine.Engine`.
+    free_idle: see `engine.Engine`, likewise the next one.
+    decode: ids to text, for stop strings.
 
   Returns:
     A function of a random key that allocates an engine. All engines share the
@@ -160,6 +181,7 @@ def build(
       key=jax.device_put(key, whole),
       dispatch=lock,
       free_idle=free_idle,
+      decode=decode,
     )
 
   return allocate

@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
+from jaxrl_post.models import quantize, transformer, weights
 from jaxrl_post.models import spec as specs
-from jaxrl_post.models import transformer, weights
 from jaxrl_post.placement import bridge, fingerprint, generator, replica
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.placement import publish as publishing
@@ -182,6 +182,7 @@ def build(
   devices: Sequence[Any],
   process: int = 0,
   processes: int = 1,
+  decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Programs:
   """Places all steps of a run.
 
@@ -196,6 +197,7 @@ def build(
     devices: all of them, of all processes.
     process: index of this one.
     processes: how many build the same.
+    decode: ids to text, for requests with stop strings; None refuses them.
 
   Returns:
     The programs. Every process trains on its part of one mesh, and has an
@@ -209,16 +211,23 @@ def build(
   spec = transformer.spec(decoder.config)
   home = meshes.weight_shardings(spec, meshes.TRAINING_RULES, placed.training)
   shapes = specs.abstract(spec, jnp.dtype("float32"))
+  sampled = quantize.spec(spec) if sampling.quantized else spec
   steps, engine, rules = None, None, {}
   if cfg.mode == "roles":
-    away = replica.outbox(shapes, placed.generation)
+    out = specs.abstract(sampled, jnp.dtype("float32"))
+    away = replica.outbox(out, placed.generation)
   else:
     rules, _ = meshes.fit_rules(
-      spec, meshes.GENERATION_RULES, placed.generation
+      sampled, meshes.GENERATION_RULES, placed.generation
     )
-    away = meshes.weight_shardings(spec, rules, placed.generation)
+    away = meshes.weight_shardings(sampled, rules, placed.generation)
   publisher = publishing.plan(
-    home, away, shapes, sampling.dtype, chunk_bytes=cfg.publish.chunk_bytes
+    home,
+    away,
+    shapes,
+    sampling.compute,
+    quantized=quantize.channels(spec) if sampling.quantized else None,
+    chunk_bytes=cfg.publish.chunk_bytes,
   )
   # One order of launches on devices that two threads share: two collectives in
   # different orders would wait for each other.
@@ -258,7 +267,7 @@ def build(
     steps = generator.compiled(
       placed.generation,
       rules=rules,
-      decoder=dataclasses.replace(decoder, dtype=sampling.dtype),
+      decoder=dataclasses.replace(decoder, dtype=sampling.compute),
       cfg=local,
       max_prompt=max_prompt,
       group=group_size,
@@ -271,6 +280,7 @@ def build(
       vocab_size=decoder.config.vocab_size,
       lock=other,
       free_idle="cache" in cfg.park,
+      decode=decode,
     )
   share = meshes.shares(cfg, len(devices), processes)
   used = share.training if placed.shared else share.training + share.generation

@@ -1,9 +1,10 @@
 """Moves trained weights to the generation mesh, from device to device.
 
 `jax.device_put` between differently sharded meshes copies whole arrays through
-the host and blocks. Here one compiled program on the training devices casts
-the weights and lays them out in the very shards that the generation devices
-will hold; shards then travel in equal layouts, which JAX copies directly.
+the host and blocks. Here one compiled program on the training devices casts or
+quantizes the weights and lays them out in the very shards that the generation
+devices will hold; shards then travel in equal layouts, which JAX copies
+directly.
 
 The floor: every byte of a target device's shard that the device does not hold
 must reach it. That is `Publisher.bytes`, and between disjoint meshes nothing
@@ -15,14 +16,17 @@ the same order; training devices exchange what is needed, copies stay local.
 """
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post import types
+from jaxrl_post.models import quantize
 from jaxrl_post.placement import bridge, fingerprint
 
 _Mesh = jax.sharding.Mesh
@@ -35,6 +39,7 @@ class Publisher:
 
   Attributes:
     leaves: all leaves of the engine.
+    trained: key paths of the weights that they are made of, and their tree.
     chosen: names of the leaves that a call publishes; the others are kept.
     aliases: whether some published leaf is the trainer's own buffer. While it
       is true the trainer must not donate its weights.
@@ -47,6 +52,7 @@ class Publisher:
   """
 
   leaves: tuple[bridge.Leaf, ...]
+  trained: tuple[tuple[str, ...], Any]
   chosen: frozenset[str]
   aliases: bool
   bytes: int
@@ -78,7 +84,7 @@ class Publisher:
       launching: entered around every launch, and never while devices work.
 
     Returns:
-      The weights in the target's dtype and sharding, and for `verify` the
+      The weights as planned for the target, and for `verify` the
       checksums by leaf name as computed on the source and on the target. An
       alias or a kept leaf has none. With several chunks all but the last have
       arrived.
@@ -93,14 +99,14 @@ class Publisher:
       self._free(retired)
     for leaf in self.leaves:
       if leaf.is_alias and leaf.name in self.chosen:
-        out[leaf.name] = bridge.view(arrays[leaf.name], leaf.goal)
+        out[leaf.name] = bridge.view(arrays[leaf.weight], leaf.goal)
     before, after = {}, {}
     sent: list[jax.Array] = []
     for way in self.ways:
       # One chunk at a time on the way: memory for one.
       jax.block_until_ready(sent)
       with launching():
-        sent, sums = way.send([arrays[leaf.name] for leaf in way.leaves])
+        sent, sums = way.send([arrays[leaf.weight] for leaf in way.leaves])
         after.update(way.check(sent))
       before.update(sums)
       names = [leaf.name for leaf in way.leaves]
@@ -113,7 +119,7 @@ class Publisher:
 
     Args:
       prefixes: key paths as `jax.tree_util.keystr` writes them, as
-        "['layers']['q']"; of a leaf or of all leaves under it.
+        "['layers']['q']"; of a weight as trained or of all under it.
 
     Returns:
       A publisher of these leaves, to be called with `kept`. It has the
@@ -125,17 +131,18 @@ class Publisher:
     chosen = set()
     for prefix in prefixes:
       below = (f"{prefix}[", f"{prefix}.")
-      names = [leaf.name for leaf in self.leaves]
+      names = self.trained[0]
       under = {n for n in names if n == prefix or n.startswith(below)}
       if not under:
         raise types.InputError(
           "publish.only: expected key paths of leaves or above them, got "
-          f"{prefix!r}. Use one of {_names(self.leaves)} or a part of it."
+          f"{prefix!r}. Use one of {', '.join(names)} or a part of it."
         )
       chosen |= under
     return _publisher(
       self.leaves,
-      frozenset(chosen),
+      self.trained,
+      frozenset(leaf.name for leaf in self.leaves if leaf.weight in chosen),
       structure=self.structure,
       between=(self.home, self.away),
       chunk_bytes=self.chunk_bytes,
@@ -143,22 +150,27 @@ class Publisher:
 
   def _as_planned(self, params: types.Tree) -> dict[str, jax.Array]:
     """Checks the leaves to publish; returns all, with Auto axes."""
-    arrays = _matching("publish", params, self.leaves, self.structure)
+    arrays = _matching("publish", params, *self.trained)
     for leaf in self.leaves:
-      x = arrays[leaf.name]
-      if leaf.name not in self.chosen or x.sharding == leaf.source:
+      x, plan = arrays[leaf.weight], leaf.trained
+      if leaf.name not in self.chosen or x.sharding == plan.sharding:
         layout = True
       else:
-        layout = x.sharding.is_equivalent_to(leaf.source, len(leaf.shape))
-      if not layout or (x.shape, x.dtype) != (leaf.shape, leaf.dtype):
+        layout = x.sharding.is_equivalent_to(plan.sharding, len(plan.shape))
+      if not layout or (x.shape, x.dtype) != (plan.shape, plan.dtype):
         raise types.InputError(
-          f"publish {leaf.name}: expected {leaf.dtype}{list(leaf.shape)} in "
-          f"{leaf.source}, got {x.dtype}{list(x.shape)} in {x.sharding}. "
+          f"publish {leaf.weight}: expected {plan.dtype}{list(plan.shape)} in "
+          f"{plan.sharding}, got {x.dtype}{list(x.shape)} in {x.sharding}. "
           "Publish the weights that were planned."
         )
       if leaf.name in self.chosen:
-        arrays[leaf.name] = bridge.view(x, leaf.source)
+        arrays[leaf.weight] = bridge.view(x, plan.sharding)
     return arrays
+
+  @property
+  def _order(self) -> tuple[str, ...]:
+    """Names of the engine's leaves."""
+    return tuple(leaf.name for leaf in self.leaves)
 
   def _kept(self, kept: types.Tree | None) -> dict[str, jax.Array]:
     """Returns what stays of the previous weights."""
@@ -170,7 +182,7 @@ class Publisher:
         f"publish: expected kept weights for {_names(stay)}, got None. Pass "
         "what was published before."
       )
-    arrays = _matching("publish (kept)", kept, self.leaves, self.structure)
+    arrays = _matching("publish (kept)", kept, self._order, self.structure)
     for leaf in stay:
       x = arrays[leaf.name]
       alike = (x.shape, x.dtype) == (leaf.shape, leaf.cast)
@@ -184,7 +196,7 @@ class Publisher:
 
   def _free(self, retired: types.Tree) -> None:
     """Deletes what is about to be sent anew; never the trainer's buffers."""
-    old = _matching("publish (retired)", retired, self.leaves, self.structure)
+    old = _matching("publish (retired)", retired, self._order, self.structure)
     for way in self.ways:
       for leaf in way.leaves:
         old[leaf.name].delete()
@@ -196,6 +208,7 @@ def plan(
   shapes: types.Tree,
   target_dtype: jax.typing.DTypeLike,
   *,
+  quantized: Mapping[str, tuple[int, ...]] | None = None,
   chunk_bytes: int | None = None,
 ) -> Publisher:
   """Plans the way of all weights from the training to the generation mesh.
@@ -203,17 +216,22 @@ def plan(
   Args:
     source: `NamedSharding` of each leaf where it trains, all on one mesh, with
       Auto or Explicit axes.
-    target: the same where it generates. The two meshes may share devices. With
-      several processes, a mesh of this process's devices.
+    target: the same where it generates; of a quantized weight, a
+      `quantize.Int8` of two. The two meshes may share devices. With several
+      processes, a mesh of this process's devices.
     shapes: `ShapeDtypeStruct` of each leaf as trained.
-    target_dtype: dtype that generation holds floating leaves in.
+    target_dtype: dtype that generation holds floating leaves in; scales of
+      quantized weights are float32 in any case.
+    quantized: weights that generation holds in 8 bits, from
+      `quantize.channels`; None for none. What travels are their integers and
+      scales.
     chunk_bytes: most bytes, of one copy as published, that travel at once; a
       larger leaf travels alone. None sends all together.
 
   Returns:
     A publisher. It compiles on its first call only, and no array passes
     through the host. Leaves of equal dtype, devices and layout on both sides
-    are published as they are, which costs nothing.
+    are published as they are, which costs nothing; never quantized ones.
 
   Raises:
     InputError: a leaf is missing, extra or does not fit its sharding, or the
@@ -224,19 +242,20 @@ def plan(
       f"publish.chunk_bytes: expected at least 1, got {chunk_bytes}. Use None "
       "to send all leaves together."
     )
+  quantized = quantized or {}
   froms, goals, wholes = map(fingerprint.by_name, (source, target, shapes))
-  _same_names("publish (trained shardings)", goals, froms)
-  _same_names("publish (trained shapes)", goals, wholes)
+  parts = _parts(froms, quantized, jnp.dtype(target_dtype))
+  _same_names("publish (trained shardings)", goals, parts)
+  _same_names("publish (trained shapes)", froms, wholes)
   home = bridge.auto(_only_mesh("source", froms))
   away = bridge.auto(_only_mesh("target", goals))
   _check_processes(home, away)
-  cast = jnp.dtype(target_dtype)
   leaves = tuple(
     _leaf(
       name,
-      wholes[name],
-      cast if jnp.issubdtype(wholes[name].dtype, jnp.floating) else None,
-      spec=froms[name].spec,
+      parts[name],
+      wholes[parts[name].weight],
+      spec=froms[parts[name].weight].spec,
       goal=goal,
       home=home,
       away=away,
@@ -245,6 +264,7 @@ def plan(
   )
   return _publisher(
     leaves,
+    (tuple(froms), jax.tree.structure(source)),
     frozenset(goals),
     structure=jax.tree.structure(target),
     between=(home, away),
@@ -252,8 +272,37 @@ def plan(
   )
 
 
+class _Part(NamedTuple):
+  """How a leaf comes from a weight; `over` are dims that it does not have."""
+
+  weight: str
+  cast: np.dtype
+  make: Callable[[jax.Array], jax.Array] | None = None
+  over: tuple[int, ...] = ()
+
+
+def _parts(
+  trained: Mapping[str, Any],
+  quantized: Mapping[str, tuple[int, ...]],
+  cast: np.dtype,
+) -> dict[str, _Part]:
+  """Says what each weight is published as, by the names of the leaves."""
+  out = {}
+  for name in trained:
+    over = quantized.get(name)
+    if over is None:
+      out[name] = _Part(name, cast)
+      continue
+    values = functools.partial(quantize.values, dims=over)
+    scales = functools.partial(quantize.scales, dims=over)
+    out[f"{name}.values"] = _Part(name, jnp.dtype(jnp.int8), values)
+    out[f"{name}.scale"] = _Part(name, jnp.dtype(jnp.float32), scales, over)
+  return out
+
+
 def _publisher(
   leaves: tuple[bridge.Leaf, ...],
+  trained: tuple[tuple[str, ...], Any],
   chosen: frozenset[str],
   *,
   structure: Any,
@@ -266,6 +315,7 @@ def _publisher(
   chunks = _chunks(moving, chunk_bytes)
   return Publisher(
     leaves=leaves,
+    trained=trained,
     chosen=chosen,
     aliases=any(leaf.is_alias for leaf in leaves),
     bytes=sum(_missing_bytes(leaf) for leaf in sent),
@@ -279,33 +329,42 @@ def _publisher(
 
 def _leaf(
   name: str,
+  part: _Part,
   whole: jax.ShapeDtypeStruct,
-  cast: np.dtype | None,
   *,
   spec: jax.P,
   goal: _Sharding,
   home: _Mesh,
   away: _Mesh,
 ) -> bridge.Leaf:
-  """Joins what is known of a leaf; `cast` None keeps its dtype."""
-  shape, dtype = whole.shape, whole.dtype
-  source, target = _Sharding(home, spec), _Sharding(away, goal.spec)
-  for sharding in (source, target):
-    _fits(name, shape, sharding)
+  """Joins what is known of a leaf."""
+  layout = (*spec, *(None,) * (len(whole.shape) - len(spec)))
+  kept = [i for i in range(len(whole.shape)) if i not in part.over]
+  shape = tuple(whole.shape[i] for i in kept)
+  trained, target = _Sharding(home, spec), _Sharding(away, goal.spec)
+  source = trained
+  if part.over:
+    source = _Sharding(home, jax.P(*(layout[i] for i in kept)))
+  for sizes, sharding in ((whole.shape, trained), (shape, target)):
+    _fits(name, sizes, sharding)
   # Other processes' devices hold parts that this one's target does not need.
   boxes = source.devices_indices_map(shape)
   held = {device: boxes[device] for device in bridge.own_devices(home)}
   is_alias = held == target.devices_indices_map(shape)
-  return bridge.Leaf(
+  floating = jnp.issubdtype(whole.dtype, jnp.floating)
+  leaf = bridge.Leaf(
     name=name,
+    weight=part.weight,
+    trained=jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=trained),
+    make=part.make,
     shape=shape,
-    dtype=dtype,
-    cast=cast or dtype,
+    cast=part.cast if floating else whole.dtype,
     source=source,
     target=target,
     goal=goal,
-    is_alias=is_alias and cast in (None, dtype),
+    is_alias=is_alias,
   )
+  return dataclasses.replace(leaf, is_alias=is_alias and leaf.is_kept)
 
 
 def _chunks(
@@ -345,15 +404,15 @@ def _names(leaves: Sequence[bridge.Leaf]) -> str:
 def _matching(
   place: str,
   tree: types.Tree,
-  leaves: tuple[bridge.Leaf, ...],
+  names: tuple[str, ...],
   structure: Any,
 ) -> dict[str, jax.Array]:
-  """Returns the arrays of a tree by name, which must be the engine's."""
+  """Returns the arrays of a tree by name, which must be the planned ones."""
   flat, given = jax.tree.flatten(tree)
   if given == structure:
-    return {leaf.name: x for leaf, x in zip(leaves, flat, strict=True)}
+    return dict(zip(names, flat, strict=True))
   arrays = fingerprint.by_name(tree)
-  _same_names(place, {leaf.name: leaf for leaf in leaves}, arrays)
+  _same_names(place, dict.fromkeys(names), arrays)
   return arrays
 
 

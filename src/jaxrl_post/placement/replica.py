@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
-from jaxrl_post.models import transformer
+from jaxrl_post.models import quantize, transformer
 from jaxrl_post.placement import fingerprint, generator
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import engine as engines
@@ -55,7 +55,8 @@ class Parcel:
   """One version of all weights, on the host.
 
   Attributes:
-    leaves: by key path, in the engine's dtype.
+    leaves: by key path, in the engine's dtype; of quantized weights integers
+      and scales.
     sums: of each leaf, as `fingerprint.checksum` has them.
     version: optimizer updates applied in these weights.
     step: batches the trainer had consumed.
@@ -164,6 +165,8 @@ class Replica:
       jax.config.update("jax_num_cpu_devices", recipe.cpu_devices)
     mesh = meshes.build(recipe.axes, jax.local_devices())
     spec = transformer.spec(recipe.decoder.config)
+    if recipe.sampling.quantized:
+      spec = quantize.spec(spec)
     rules, _ = meshes.fit_rules(spec, meshes.GENERATION_RULES, mesh)
     shardings = meshes.weight_shardings(spec, rules, mesh)
     self._shardings = fingerprint.by_name(shardings)

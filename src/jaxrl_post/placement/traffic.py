@@ -119,9 +119,6 @@ def _bytes(dtype: str, dims: str) -> int:
 
 
 def _compile(way: bridge.Way) -> jax.stages.Compiled:
-  arguments = [
-    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.source)
-    for leaf in way.leaves
-  ]
+  arguments = [leaf.trained for leaf in way.leaves]
   with jax.set_mesh(way.home):
     return way.program.lower(arguments).compile()

@@ -8,7 +8,8 @@ beside them, changes no bit of it. Shape letters as in `pages`.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,10 @@ from jaxrl_post.sampling import pages as paging
 # Prompt positions that all queries of a group read at a time.
 _SPAN = 64
 # A score that no key has; -inf would make NaN where a whole page has none.
-_NOWHERE = -1e30
+NOWHERE = -1e30
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
   """What queries read in some keys: softmax without its division.
 
   The largest score, the sum of exp(score - largest), and the values that are
@@ -34,22 +35,70 @@ class _Read(NamedTuple):
   value: jax.Array
 
 
+# What reads all own pages: `read_pages` here, or in `page_kernel`.
+ReadPages: TypeAlias = Callable[
+  [jax.Array, paging.Pool, jax.Array, jax.Array], Read
+]
+
+
 def _read(
-  q: Float[Array, "... r H"],
-  k: Float[Array, "... H t"],
-  v: Float[Array, "... t H"],
-  seen: Bool[Array, "... t"],
-) -> _Read:
-  """Reads keys that lie side by side; float32 but for the two products."""
+  q: Float[Array, "... r H"], keys: paging.Pool, seen: Bool[Array, "... t"]
+) -> Read:
+  """Reads keys that lie side by side; float32 but for the two products.
+
+  Scales of keys in 8 bits go into the scores, and those of values into the
+  weights: neither is scaled itself.
+
+  Args:
+    q: queries.
+    keys: k [... H t] and v [... t H], and their scales [... t] if they have.
+    seen: which of them the queries read.
+  """
+  k, v = (x.astype(q.dtype) for x in (keys.k, keys.v))
   scale = 1 / math.sqrt(q.shape[-1])
   score = jnp.matmul(q, k, preferred_element_type=jnp.float32) * scale
-  score = jnp.where(seen[..., None, :], score, _NOWHERE)
+  if keys.k_scale is not None:
+    score = score * keys.k_scale[..., None, :]
+  score = jnp.where(seen[..., None, :], score, NOWHERE)
   top = jnp.max(score, axis=-1)
   weight = jnp.exp(score - top[..., None])
+  total = jnp.sum(weight, axis=-1)
+  if keys.v_scale is not None:
+    weight = weight * keys.v_scale[..., None, :]
   value = jnp.matmul(
     weight.astype(v.dtype), v, preferred_element_type=jnp.float32
   )
-  return _Read(top, jnp.sum(weight, axis=-1), value)
+  return Read(top, total, value)
+
+
+def read_pages(
+  q: Float[Array, "D R N H"],
+  own: paging.Pool,
+  owner: Int[Array, "D M"],
+  limit: Int[Array, "D M"],
+) -> Read:
+  """Reads every own page with the queries of the row that has it.
+
+  Args:
+    q: queries; those of one key head lie side by side.
+    own: pages of one layer.
+    owner: the row that has a page.
+    limit: the last slot that is seen, or one beyond; below 0 for a page that
+      nobody has.
+
+  Returns:
+    What each query read in each page, [D, M, N]; of no meaning for a page that
+    nobody has.
+  """
+
+  def one(q: Any, own: paging.Pool, owner: jax.Array, limit: jax.Array):
+    num_kv, at = own.v.shape[1], jnp.arange(own.v.shape[2])
+    asked = q.at[owner].get(mode="clip")
+    asked = asked.reshape(asked.shape[0], num_kv, -1, asked.shape[-1])
+    read = _read(asked, own, (at <= limit[:, None])[:, None])
+    return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), read)
+
+  return jax.vmap(one)(q, own, owner, limit)
 
 
 class Groups(NamedTuple):
@@ -125,6 +174,8 @@ def attend(
   q: Float[Array, "D R N H"],
   k: Float[Array, "D R K H"],
   v: Float[Array, "D R K H"],
+  *,
+  read_pages: ReadPages = read_pages,
 ) -> tuple[Float[Array, "D R N H"], paging.Pool]:
   """Writes one token a row and attends to all of that row's positions.
 
@@ -134,38 +185,25 @@ def attend(
     q: queries; those of one key head lie side by side.
     k: keys of the tokens.
     v: values of the tokens.
+    read_pages: see `read_pages`; a back-end may have its own.
 
   Returns:
     What each query read, in float32, and own pages with the tokens in them.
   """
   own, prompt = cache
 
-  def write(
-    pool: paging.Pool, page: jax.Array, slot: jax.Array, k: Any, v: Any
-  ):
-    return paging.Pool(
-      pool.k.at[page, :, :, slot].set(k, mode="drop"),
-      pool.v.at[page, :, slot].set(v, mode="drop"),
-    )
-
-  own = jax.vmap(write)(own, seen.page, seen.slot, k, v)
+  own = jax.vmap(paging.write)(own, seen.page, seen.slot, k, v)
   shared = _read_prompts(seen, prompt, q)
+  read = read_pages(q, own, seen.table.owner, seen.limit)
 
-  def one(t: paging.Table, own: paging.Pool, limit: Any, q: Any, shared: _Read):
-    num_kv, at = own.v.shape[1], jnp.arange(own.v.shape[2])
-    asked = q.at[t.owner].get(mode="clip")
-    asked = asked.reshape(asked.shape[0], num_kv, -1, asked.shape[-1])
-    read = _read(asked, own.k, own.v, (at <= limit[:, None])[:, None])
-
+  def one(t: paging.Table, read: Read, q: jax.Array, shared: Read):
     def of_row(x: jax.Array, first: jax.Array, nothing: float) -> jax.Array:
-      x = x.reshape(x.shape[0], *first.shape[2:])
       mine = x.at[t.pages].get(mode="fill", fill_value=nothing)
       return jnp.concatenate([first, mine], axis=1)
 
-    top = of_row(read.top, shared.top, _NOWHERE)
+    top = of_row(read.top, shared.top, NOWHERE)
     weight = jnp.exp(top - jnp.max(top, axis=1, keepdims=True))
     total = jnp.sum(weight * of_row(read.total, shared.total, 0.0), axis=1)
-    value = read.value.reshape(-1, *shared.value.shape[2:])
     spans = shared.value.shape[1]
     # Added up one by one, and not in one sum: XLA's CPU back-end takes five
     # times as long for that (jaxlib 0.10.2).
@@ -174,7 +212,7 @@ def attend(
       whole = whole + weight[:, j, :, None] * shared.value[:, j]
 
     def add(j: jax.Array, whole: jax.Array) -> jax.Array:
-      mine = value.at[t.pages[:, j]].get(mode="fill", fill_value=0.0)
+      mine = read.value.at[t.pages[:, j]].get(mode="fill", fill_value=0.0)
       return whole + weight[:, spans + j, :, None] * mine
 
     num = t.pages.shape[1]
@@ -182,12 +220,12 @@ def attend(
     # An idle row has read nothing.
     return whole / jnp.maximum(total, 1e-30)[..., None]
 
-  return jax.vmap(one)(seen.table, own, seen.limit, q, shared), own
+  return jax.vmap(one)(seen.table, read, q, shared), own
 
 
 def _read_prompts(
   seen: View, prompt: paging.Pool, q: Float[Array, "D R N H"]
-) -> _Read:
+) -> Read:
   """Reads each group's prompt once, for all queries of the group together.
 
   Returns:
@@ -199,8 +237,8 @@ def _read_prompts(
   pages = _span_pages(page, most)
   batch = min(num_groups, -(-q.shape[1] // group))
   spans = (*q.shape[:2], count.shape[0])
-  nothing = _Read(
-    jnp.full((*spans, q.shape[2]), _NOWHERE, jnp.float32),
+  nothing = Read(
+    jnp.full((*spans, q.shape[2]), NOWHERE, jnp.float32),
     jnp.zeros((*spans, q.shape[2]), jnp.float32),
     jnp.zeros((*spans, *q.shape[2:]), jnp.float32),
   )
@@ -212,11 +250,11 @@ def _read_prompts(
   beyond = count.shape[0] * pages - most
   lists = jnp.pad(table.prompt, ((0, 0), (0, 0), (0, beyond)))
 
-  def proceed(carry: tuple[jax.Array, jax.Array, _Read]) -> jax.Array:
+  def proceed(carry: tuple[jax.Array, jax.Array, Read]) -> jax.Array:
     span, first, _ = carry
     return first < count.at[span].get(mode="fill", fill_value=0)
 
-  def go_on(carry: tuple[jax.Array, jax.Array, _Read]):
+  def go_on(carry: tuple[jax.Array, jax.Array, Read]):
     span, first, old = carry
     ids = jax.lax.dynamic_slice_in_dim(order, first, batch, axis=1)
     some = jax.lax.dynamic_slice_in_dim(lists, span * pages, pages, axis=2)
@@ -257,7 +295,7 @@ def _read_span(
   pages: Int[Array, "B s"],
   q: Float[Array, "B G N H"],
   seen: Bool[Array, "B t"],
-) -> _Read:
+) -> Read:
   """Reads some pages of B prompts for the G rows of each; B x G rows of N.
 
   Heads and rows are one dim where anything is summed: XLA's CPU back-end of
@@ -271,7 +309,15 @@ def _read_span(
   v = pool.v.at[pages].get(mode="clip").transpose(0, 2, 1, 3, 4)
   k = k.reshape(num, num_kv, width, -1)
   v = v.reshape(num, num_kv, -1, width)
-  read = _read(q, k, v, seen[:, None])
+
+  def scale(x: jax.Array | None) -> jax.Array | None:
+    if x is None:
+      return None
+    x = x.at[pages].get(mode="clip").swapaxes(1, 2)
+    return x.reshape(num, num_kv, -1)
+
+  keys = paging.Pool(k, v, scale(pool.k_scale), scale(pool.v_scale))
+  read = _read(q, keys, seen[:, None])
 
   def by_row(x: jax.Array) -> jax.Array:
     x = x.reshape(num, num_kv, group, -1, *x.shape[3:]).swapaxes(1, 2)

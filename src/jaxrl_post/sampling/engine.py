@@ -13,6 +13,7 @@ through `decode` again, see `steps`.
 import collections
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.sampling import pages, reader, rows, steps
+from jaxrl_post.sampling import pages, reader, rows, space, steps
 from jaxrl_post.sampling import prefix as prefixes
 
 # Below it, logits divided by the temperature leave float32.
@@ -53,7 +54,11 @@ class Sampling:
       calls the engine holds newer weights back until it is not busy; to the
       engine itself the same as "keep". In all of them a token keeps the
       log-probability and version that it was sampled with.
-    dtype: of weights, cache and matrix products in the engine.
+    dtype: of weights, cache and matrix products in the engine. "int8" holds
+      the matrices of layers in 8 bits with a scale for each output channel,
+      and the rest, cache and products in bfloat16; "int8_cache" keys and values
+      of the cache in 8 bits too, with a scale for each position and key head.
+      How far off that is, `mismatch/*` says.
   """
 
   temperature: float = 1.0
@@ -61,11 +66,11 @@ class Sampling:
   rows: int = 64
   block: int = 8
   prefill_tokens: int = 512
-  page: int = 32
+  page: int = 64
   cache: float = 1.0
   top_logprobs: int = 0
   in_flight: Literal["keep", "recompute", "drain"] = "keep"
-  dtype: Literal["float32", "bfloat16"] = "float32"
+  dtype: Literal["float32", "bfloat16", "int8", "int8_cache"] = "float32"
 
   def __post_init__(self) -> None:
     names = ("max_tokens", "rows", "block", "prefill_tokens", "page")
@@ -91,6 +96,21 @@ class Sampling:
         f"{self.temperature}. Training needs completions that differ."
       )
 
+  @property
+  def compute(self) -> Literal["float32", "bfloat16"]:
+    """Dtype of matrix products, and of all that is not quantized."""
+    return "float32" if self.dtype == "float32" else "bfloat16"
+
+  @property
+  def quantized(self) -> bool:
+    """Whether the matrices of layers are `quantize.Int8`."""
+    return self.dtype in ("int8", "int8_cache")
+
+  @property
+  def quantized_cache(self) -> bool:
+    """Whether keys and values are cached in 8 bits."""
+    return self.dtype == "int8_cache"
+
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
@@ -100,7 +120,8 @@ class Steps:
     size: of the cache.
     empty: see `steps`.
     layout: weights as `decode` reads them best.
-    prefill: of parameters, tokens, lengths and the bucket.
+    prefill: of parameters, tokens, lengths and the bucket, and temperatures
+      where the prompts' tokens are scored.
     extend: see `steps`, likewise the next two.
     insert: donates the state.
     decode: donates the state; of laid out weights.
@@ -133,6 +154,7 @@ class Engine:
     key: jax.Array,
     dispatch: contextlib.AbstractContextManager[Any],
     free_idle: bool = False,
+    decode: rows.Decode | None = None,
   ) -> None:
     """Allocates the cache on its first use.
 
@@ -146,6 +168,8 @@ class Engine:
         of the same devices in one order.
       free_idle: give the cache's memory back whenever no completion is in
         flight, until the next one. Nothing in it is needed then.
+      decode: ids to text, see `stop_strings.first_stop`; None refuses requests
+        with stop strings.
     """
     self._steps = compiled
     self._size = compiled.size
@@ -154,6 +178,7 @@ class Engine:
     self._key = key
     self._dispatch = dispatch
     self._free_idle = free_idle
+    self._text = decode
     self._reader = reader.Reader(
       compiled,
       max_prompt=max_prompt,
@@ -163,12 +188,16 @@ class Engine:
     )
     self._state: steps.DecodeState | None = None
     self._rows: list[rows.Row | None] = [None] * cfg.rows
+    self._space = space.Space(
+      self._rows, self._size, block=cfg.block, max_tokens=cfg.max_tokens
+    )
     self._waiting: collections.deque[rows.Waiting] = collections.deque()
     self._version: int | None = None
     # Weights as they were given, and as `decode` reads them.
     self._weights: tuple[types.Tree, types.Tree] | None = None
     self._crowded = False
     self._begun = 0
+    self._decoded, self._decode_s = 0, 0.0
 
   @property
   def room(self) -> int:
@@ -181,38 +210,44 @@ class Engine:
     """Whether a step would make tokens."""
     return bool(self._waiting) or any(self._rows)
 
-  def add(self, request: types.Request) -> None:
-    """Queues a group.
+  def check(self, request: types.Request) -> None:
+    """Refuses a request that `add` would refuse; queues nothing.
 
     Raises:
       InputError: the request does not fit the engine: prompt, completion or
-        stop ids too long, or a token that the model does not have.
+        stop ids too long, a token that the model does not have, or stop strings
+        without `decode`.
       RunError: a completion that it continues is not half made by this request.
     """
-    sampling = request.sampling
-    changed = {i for i, _ in sampling.logit_bias} | {*sampling.forbidden_ids}
-    limits = (
-      ("prompt tokens", len(request.prompt), self._reader.buckets[-1]),
-      ("max_tokens", request.sampling.max_tokens, self._cfg.max_tokens),
-      ("stop ids", len(request.sampling.stop_ids), steps.MAX_IDS),
-      ("top_logprobs", request.sampling.top_logprobs, self._cfg.top_logprobs),
-      ("biased and forbidden ids", len(changed), steps.MAX_IDS),
-      ("largest of them", max(changed, default=0), self._vocab_size - 1),
-      ("largest token", max(request.prompt, default=0), self._vocab_size - 1),
+    rows.check(
+      request,
+      max_prompt=self._reader.buckets[-1],
+      max_tokens=self._cfg.max_tokens,
+      top_logprobs=self._cfg.top_logprobs,
+      vocab_size=self._vocab_size,
+      decode=self._text,
     )
-    for name, value, most in limits:
-      if value > most:
-        raise types.InputError(
-          f"request {request.uids[0]}: expected {name} of at most {most}, got "
-          f"{value}. Shorten the request or enlarge the engine."
-        )
-    if not request.prompt:
-      raise types.InputError(
-        f"request {request.uids[0]}: expected a prompt of at least one token, "
-        "got none. Give the prompt a begin token."
-      )
-    rows.check_begun(request, self._vocab_size)
+
+  def add(self, request: types.Request) -> None:
+    """Queues a group; raises as `check` does."""
+    self.check(request)
     self._waiting.append(rows.Waiting(request, rows.rows_of(request)))
+
+  def metrics(self) -> dict[str, float]:
+    """Returns what the engine has done since it was made.
+
+    Returns:
+      `engine/prefill_tokens`, tokens of prompts that were read, and
+      `engine/prefill_s`, how long it took; `engine/decode_tokens`, tokens of
+      completions that went through blocks, those of before a break again, and
+      `engine/decode_s`.
+    """
+    return {
+      "engine/prefill_tokens": float(self._reader.tokens),
+      "engine/prefill_s": self._reader.seconds,
+      "engine/decode_tokens": float(self._decoded),
+      "engine/decode_s": self._decode_s,
+    }
 
   def partials(self) -> tuple[types.Partial, ...]:
     """Returns the completions that are half made, as of the last block.
@@ -264,31 +299,41 @@ class Engine:
       self._version = version
     self._refill(params)
     self._make_room()
+    self._reader.wait()  # So that either's time is its own.
+    begun = time.monotonic()
     block = self._decode(params)
     made = rows.Made(block, version)
     for row in self._rows:  # What the host has to do, while devices work.
       if row is not None:
         row.read()
-    done = self._settle(block, made)
+    active, used = jax.device_get((block.active, block.made))
+    self._decode_s += time.monotonic() - begun
+    done = self._settle(active, used, made)
     if self._free_idle and not self.busy:
       self._state = self._weights = None
     return done
 
   def _settle(
-    self, block: steps.Block, made: rows.Made
+    self, active: np.ndarray, used: np.ndarray, made: rows.Made
   ) -> list[types.Completion]:
-    """Waits for a block, and takes out what has ended in it."""
-    active, used = jax.device_get((block.active, block.made))
-    done = []
+    """Takes out what has ended in a block, by itself or a stop string."""
+    done, cut = [], []
     for index, row in enumerate(self._rows):
       if row is None:
         continue
       row.unread.append((made, index))
+      self._decoded += int(used[index]) - row.used
       row.used = int(used[index])
-      if not active[index]:
-        row.read()
-        done.append(row.finished())
-        self._rows[index] = None
+      stopped = row.stop(self._text)
+      if active[index] and not stopped:
+        continue
+      if active[index]:
+        cut.append(index)
+      row.read()
+      done.append(row.finished())
+      self._rows[index] = None
+    if cut:
+      self._cancel(cut)
     self._crowded = self._crowded and not done
     return done
 
@@ -301,74 +346,19 @@ class Engine:
         if not first.ready and any(self._rows):
           return  # The next chunk after a block of the others.
         continue
-      at = self._places(first)
+      at = [] if self._crowded else self._space.places(first)
       if not at:
         return
       self._insert(first, at, [first.rows.popleft() for _ in at])
       if not first.rows:
         self._waiting.popleft()
 
-  def _places(self, waiting: rows.Waiting) -> list[int]:
-    """Returns idle rows for the next completions of a prompt, in one part."""
-    idle = [self._idle(part) for part in range(self._size.parts)]
-    part = max(range(self._size.parts), key=lambda p: len(idle[p]))
-    width = self._size.group
-    first = waiting.rows[0].member // width
-    together = sum(row.member // width == first for row in waiting.rows)
-    count = min(len(idle[part]), together)
-    if self._crowded:
-      return []
-    if self._prompt_need(waiting, part, first) > self._prompt_free(part):
-      return []
-    left = self._free(part) - self._need(part)
-    each = self._pages_of(min(self._cfg.block, self._cfg.max_tokens))
-    return idle[part][: max(0, min(count, left // each))]
-
-  def _idle(self, part: int) -> list[int]:
-    begin = part * self._size.rows
-    here = range(begin, begin + self._size.rows)
-    return [i for i in here if self._rows[i] is None]
-
-  def _of_part(self, part: int) -> list[rows.Row]:
-    begin = part * self._size.rows
-    here = self._rows[begin : begin + self._size.rows]
-    return [row for row in here if row is not None]
-
-  def _pages_of(self, positions: int) -> int:
-    return -(-positions // self._size.page)
-
-  def _prompt_need(self, waiting: rows.Waiting, part: int, place: int) -> int:
-    """Returns the pages for a prompt, 0 where rows of the part have it."""
-    tag = _tag(waiting, place)
-    if any(row.tag == tag for row in self._of_part(part)):
-      return 0
-    return self._pages_of(len(waiting.request.prompt) - 1)
-
-  def _prompt_free(self, part: int) -> int:
-    """Returns the pages for prompts that nobody has."""
-    lengths = {r.tag: len(r.request.prompt) for r in self._of_part(part)}
-    taken = sum(self._pages_of(n - 1) for n in lengths.values())
-    return self._size.pool_pages - taken
-
-  def _free(self, part: int) -> int:
-    """Returns the own pages that nobody has."""
-    taken = sum(self._pages_of(row.used) for row in self._of_part(part))
-    return self._size.pages - taken
-
-  def _need(self, part: int) -> int:
-    """Returns the pages that rows take in the next block."""
-    need = 0
-    for row in self._of_part(part):
-      end = min(row.used + self._cfg.block, row.request.sampling.max_tokens)
-      need += self._pages_of(end) - self._pages_of(row.used)
-    return need
-
   def _make_room(self) -> None:
     """Has the youngest rows wait until the others have pages for a block."""
     out = []
     for part in range(self._size.parts):
-      while self._need(part) > self._free(part):
-        row = max(self._of_part(part), key=lambda row: row.age)
+      while self._space.need(part) > self._space.free(part):
+        row = max(self._space.taken(part), key=lambda row: row.age)
         index = self._rows.index(row)
         row.read()
         self._rows[index] = None
@@ -409,9 +399,10 @@ class Engine:
     """Puts completions that share a tag into rows of one part."""
     width = self._size.group
     place = begun[0].member // width if begun else 0
-    tag = _tag(waiting, place)
+    tag = waiting.tag_at(place)
     for index, row in zip(at, begun, strict=True):
       row.tag, row.age, row.used = tag, self._begun, 0
+      row.scored = row.scored or waiting.scored
       self._begun += 1
       self._rows[index] = row
     inserted = steps.rows_for(
@@ -452,10 +443,6 @@ class Engine:
   def _allocated(self) -> steps.DecodeState:
     state, self._state = self._state, None  # The caller donates it.
     return self._steps.empty() if state is None else state
-
-
-def _tag(waiting: rows.Waiting, place: int) -> int:
-  return (waiting.tag + place) % (2**32 - 1) + 1
 
 
 def generate(

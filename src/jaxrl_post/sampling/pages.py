@@ -17,17 +17,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 from jaxrl_post import types
-from jaxrl_post.models import transformer
+from jaxrl_post.models import quantize, transformer
 
 
 class Pool(NamedTuple):
-  """Pages of one layer; keys lie transposed, as the product reads them."""
+  """Pages of one layer; keys lie transposed, as the product reads them.
 
-  k: Float[Array, "D M K H p"]
-  v: Float[Array, "D M K p H"]
+  In 8 bits, a key or value is its integers times a float32 scale of its slot
+  and head; else there are no scales.
+  """
+
+  k: Num[Array, "D M K H p"]
+  v: Num[Array, "D M K p H"]
+  k_scale: Float[Array, "D M K p"] | None = None
+  v_scale: Float[Array, "D M K p"] | None = None
 
 
 @types.record
@@ -101,6 +107,7 @@ def sizes(
   max_tokens: int,
   share: float = 1.0,
   parts: int = 1,
+  multiple: int = 1,
 ) -> Sizes:
   """Returns the sizes of a cache.
 
@@ -113,8 +120,10 @@ def sizes(
     share: of the pages that all rows together can need, in (0, 1]; at least
       those of one row.
     parts: data-parallel parts.
+    multiple: what the positions of a page are rounded up to a multiple of.
   """
   page = max(1, min(page, max(max_tokens, max_prompt - 1)))
+  page = -(-page // multiple) * multiple
   row_pages = -(-max_tokens // page)
   prompt_pages = -(-(max_prompt - 1) // page)
   here = rows // parts
@@ -133,15 +142,67 @@ def sizes(
 def empty_pools(
   cfg: transformer.Config, size: Sizes, num_pages: int, dtype: str
 ) -> tuple[Pool, ...]:
-  """Returns pages of zeros for every layer, each a buffer of its own."""
+  """Returns pages of zeros for every layer, each a buffer of its own.
+
+  Args:
+    cfg: shape of the model.
+    size: of the cache.
+    num_pages: of a part.
+    dtype: of keys and values; "int8" has scales.
+  """
   lead = (size.parts, num_pages, cfg.num_kv_heads)
+
+  def scale() -> jax.Array | None:
+    return jnp.zeros((*lead, size.page)) if dtype == "int8" else None
+
   return tuple(
     Pool(
       jnp.zeros((*lead, cfg.head_width, size.page), dtype),
       jnp.zeros((*lead, size.page, cfg.head_width), dtype),
+      scale(),
+      scale(),
     )
     for _ in range(cfg.num_layers)
   )
+
+
+def write(
+  pool: Pool,
+  page: Int[Array, " R"],
+  slot: Int[Array, " R"],
+  k: Float[Array, "R K H"],
+  v: Float[Array, "R K H"],
+) -> Pool:
+  """Writes one token a row.
+
+  Args:
+    pool: of rows, of one layer and one part.
+    page: that a row writes to; past the last one it writes nothing.
+    slot: of the page.
+    k: keys, quantized here if the pool is.
+    v: values, likewise.
+  """
+  k, k_scale = _as_stored(k, pool)
+  v, v_scale = _as_stored(v, pool)
+  at = (page, slice(None), slot)
+  return Pool(
+    pool.k.at[page, :, :, slot].set(k, mode="drop"),
+    pool.v.at[at].set(v, mode="drop"),
+    _set(pool.k_scale, at, k_scale),
+    _set(pool.v_scale, at, v_scale),
+  )
+
+
+def _as_stored(x: jax.Array, pool: Pool) -> tuple[jax.Array, jax.Array | None]:
+  """Returns keys or values as a pool has them; a scale is over the last dim."""
+  if pool.k_scale is None:
+    return x, None
+  dims = (x.ndim - 1,)
+  return quantize.values(x, dims), quantize.scales(x, dims)
+
+
+def _set(x: jax.Array | None, at: Any, value: jax.Array | None) -> Any:
+  return None if x is None else x.at[at].set(value, mode="drop")
 
 
 def empty_table(size: Sizes) -> Table:
@@ -309,8 +370,9 @@ def fill(
   Args:
     pool: of prompts, of one layer.
     at: pages, from `join`.
-    k: keys of the prompt; what lies beyond its length is never read.
-    v: values.
+    k: keys of the prompt, quantized here if the pool is; what lies beyond its
+      length is never read.
+    v: values, likewise.
   """
   page, most = pool.v.shape[3], at.shape[1]
   size = most * page
@@ -321,10 +383,17 @@ def fill(
     for x in (k, v)
   )
 
+  (k, k_scale), (v, v_scale) = _as_stored(k, pool), _as_stored(v, pool)
+
+  def heads_first(scale: jax.Array | None) -> jax.Array | None:
+    return None if scale is None else scale.swapaxes(1, 2)
+
   def one(pool: Pool, at: jax.Array) -> Pool:
     return Pool(
       pool.k.at[at].set(k.transpose(0, 2, 3, 1), mode="drop"),
       pool.v.at[at].set(v.transpose(0, 2, 1, 3), mode="drop"),
+      _set(pool.k_scale, at, heads_first(k_scale)),
+      _set(pool.v_scale, at, heads_first(v_scale)),
     )
 
   return jax.vmap(one)(pool, at)

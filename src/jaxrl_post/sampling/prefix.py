@@ -1,5 +1,6 @@
 """The engine's pure steps on prompts: prefill, and extend for long ones."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,6 +13,22 @@ from jaxrl_post.models import transformer
 
 
 @types.record
+class Scores:
+  """How probable the tokens of some prompts are, as far as they are read.
+
+  Attributes:
+    logprobs: of each token given those before it, in nats; 0 at the first.
+      What lies beyond the prompt's length says nothing.
+    hidden: the state after the last token that was read; predicts the next.
+    temperature: divides the logits; 0 counts as 1.
+  """
+
+  logprobs: Float[Array, "P T"]
+  hidden: Float[Array, "P D"]
+  temperature: Float[Array, " P"]
+
+
+@types.record
 class Prefix:
   """Prompts as the cache sees them: P of them, padded to one bucket of T.
 
@@ -20,12 +37,14 @@ class Prefix:
     v: values.
     last_token: the last token of each prompt; the first decode step feeds it.
     length: tokens in each prompt.
+    scores: of their tokens; None if `prefill` was not asked for them.
   """
 
   k: Float[Array, "L P T K H"]
   v: Float[Array, "L P T K H"]
   last_token: Int[Array, " P"]
   length: Int[Array, " P"]
+  scores: Scores | None = None
 
 
 def prefill(
@@ -35,6 +54,7 @@ def prefill(
   *,
   decoder: decoders.Decoder,
   bucket: int | None = None,
+  temperature: Float[Array, " P"] | None = None,
 ) -> Prefix:
   """Computes the keys and values of some prompts, or of their first tokens.
 
@@ -45,6 +65,8 @@ def prefill(
     decoder: the model.
     bucket: T, that the prefix has room for; None for C. What is beyond C is for
       `extend` to read.
+    temperature: of each prompt, to score its tokens too; None scores none,
+      which is another program.
 
   Returns:
     The prefix of each prompt. What lies beyond `length` is never attended to.
@@ -52,8 +74,19 @@ def prefill(
   cfg, (num, chunk) = decoder.config, tokens.shape
   shape = (cfg.num_layers, num, bucket or chunk, cfg.num_kv_heads)
   blank = jnp.zeros((*shape, cfg.head_width), decoder.dtype)
+  scores = None
+  if temperature is not None:
+    scores = Scores(
+      logprobs=jnp.zeros(blank.shape[1:3], jnp.float32),
+      hidden=jnp.zeros((num, cfg.width), decoder.dtype),
+      temperature=temperature,
+    )
   nothing = Prefix(
-    k=blank, v=blank, last_token=jnp.zeros(num, jnp.int32), length=length
+    k=blank,
+    v=blank,
+    last_token=jnp.zeros(num, jnp.int32),
+    length=length,
+    scores=scores,
   )
   begin = jnp.zeros((), jnp.int32)
   return extend(params, nothing, tokens, begin, decoder=decoder)
@@ -77,7 +110,7 @@ def extend(
     decoder: the model.
 
   Returns:
-    The prefix with them in it.
+    The prefix with them in it, and scored if those before are.
   """
   num, chunk = tokens.shape
   positions = jnp.broadcast_to(begin + jnp.arange(chunk), (num, chunk))
@@ -91,7 +124,7 @@ def extend(
     )
     return transformer.attention(q, k, v, mask), (k, v)
 
-  _, (k, v) = transformer.forward(
+  hidden, (k, v) = transformer.forward(
     params,
     decoder.config,
     tokens,
@@ -108,4 +141,38 @@ def extend(
     v=v,
     last_token=jnp.where(here, last, prefix.last_token),
     length=prefix.length,
+    scores=_scored(
+      params, prefix.scores, tokens, hidden, begin, decoder=decoder
+    ),
+  )
+
+
+def _scored(
+  params: types.Tree,
+  scores: Scores | None,
+  tokens: Int[Array, "P C"],
+  hidden: Float[Array, "P C D"],
+  begin: Int[Array, ""],
+  *,
+  decoder: decoders.Decoder,
+) -> Scores | None:
+  """Scores the tokens of a chunk; the chunk before predicts its first."""
+  if scores is None:
+    return None
+  before = jnp.concatenate([scores.hidden[:, None], hidden[:, :-1]], axis=1)
+  logprobs, _ = transformer.token_logprobs(
+    params,
+    decoder.config,
+    before,
+    tokens,
+    scores.temperature,
+    chunk=decoder.chunk,
+  )
+  first = begin + jnp.arange(tokens.shape[1]) == 0  # Nothing predicts it.
+  return dataclasses.replace(
+    scores,
+    logprobs=jax.lax.dynamic_update_slice_in_dim(
+      scores.logprobs, jnp.where(first, 0.0, logprobs), begin, axis=1
+    ),
+    hidden=hidden[:, -1],
   )

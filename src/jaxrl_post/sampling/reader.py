@@ -1,9 +1,12 @@
 """Reading prompts: which of them go through `prefill` together, and when."""
 
 import contextlib
+import itertools
+import time
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_post import types
@@ -29,6 +32,11 @@ class Reader:
 
   Short prompts of one bucket share a call; a long one takes several, of a chunk
   each, so that whoever asks can do something else in between.
+
+  Attributes:
+    buckets: padded lengths of prompts.
+    tokens: of prompts that were read, without padding.
+    seconds: from the first launch of such reading to its end, as `wait` saw it.
   """
 
   def __init__(
@@ -55,6 +63,10 @@ class Reader:
     self._most = most
     self._dispatch = dispatch
     self._tag = 0
+    self.tokens, self.seconds = 0, 0.0
+    # Since when something is being read, and what was launched last.
+    self._since: float | None = None
+    self._last: prefixes.Prefix | None = None
 
   def warm_up(self, params: types.Tree) -> list[prefixes.Prefix]:
     """Compiles the programs of every bucket; returns a prefix of each."""
@@ -92,25 +104,55 @@ class Reader:
       tokens = np.zeros((num, chunk), np.int32)
       piece = first.request.prompt[first.begin : first.begin + chunk]
       tokens[0, : len(piece)] = piece
-      first.prefix = self._extend(params, first.prefix, tokens, first.begin)
-      first.begin += chunk
-      return len(piece)
-    batch = [
-      w for w in others if w.prefix is None and self._bucket(w) == bucket
-    ]
-    batch = batch[:num]
+      self._begin()
+      prefix = self._extend(params, first.prefix, tokens, first.begin)
+      first.read(prefix, first.begin + chunk)
+      return self._launched(prefix, len(piece))
+    # Scoring is another program: a prompt goes through the same one always.
+    scored = first.request.sampling.prompt_logprobs
+    alike = (
+      w
+      for w in others
+      if w.prefix is None
+      and self._bucket(w) == bucket
+      and w.request.sampling.prompt_logprobs == scored
+    )
+    batch = list(itertools.islice(alike, num))
     tokens = np.zeros((num, chunk), np.int32)
     length = np.ones(num, np.int32)
+    temperature = np.ones(num, np.float32)
     for i, waiting in enumerate(batch):
       prompt = waiting.request.prompt
       tokens[i, : len(prompt[:chunk])] = prompt[:chunk]
       length[i] = len(prompt)
-    prefix = self._prefill(params, tokens, length, bucket)
+      temperature[i] = waiting.request.sampling.temperature
+    self._begin()
+    prefix = self._prefill(
+      params, tokens, length, bucket, temperature if scored else None
+    )
     for i, waiting in enumerate(batch):
-      waiting.prefix, waiting.source, waiting.begin = prefix, i, chunk
-      waiting.tag = self._tag
+      waiting.source, waiting.tag = i, self._tag
+      waiting.read(prefix, chunk)
       self._tag += -(-len(waiting.request.uids) // width)
-    return int(np.minimum(length[: len(batch)], chunk).sum())
+    count = int(np.minimum(length[: len(batch)], chunk).sum())
+    return self._launched(prefix, count)
+
+  def wait(self) -> None:
+    """Waits for all that was read since the last call, if anything was."""
+    if self._last is None or self._since is None:
+      return
+    jax.block_until_ready(self._last)
+    self.seconds += time.monotonic() - self._since
+    self._last = self._since = None
+
+  def _begin(self) -> None:
+    if self._since is None:
+      self._since = time.monotonic()
+
+  def _launched(self, prefix: prefixes.Prefix, count: int) -> int:
+    self._last = prefix
+    self.tokens += count
+    return count
 
   def _shape(self, bucket: int) -> tuple[int, int]:
     """Returns prompts and tokens of a call."""
@@ -127,11 +169,14 @@ class Reader:
     tokens: np.ndarray,
     length: np.ndarray,
     bucket: int,
+    temperature: np.ndarray | None = None,
   ) -> prefixes.Prefix:
     # Room for whole chunks: one that went beyond it would be moved back.
     room = -(-bucket // tokens.shape[1]) * tokens.shape[1]
     with self._dispatch:
-      return self._compiled.prefill(params, tokens, length, room)
+      if temperature is None:
+        return self._compiled.prefill(params, tokens, length, room)
+      return self._compiled.prefill(params, tokens, length, room, temperature)
 
   def _extend(
     self,

@@ -2,13 +2,18 @@
 
 import collections
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from jaxrl_post import types
 from jaxrl_post.sampling import prefix as prefixes
-from jaxrl_post.sampling import steps
+from jaxrl_post.sampling import steps, stop_strings
+
+# Token ids to text.
+Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 
 class Made:
@@ -34,6 +39,26 @@ class Made:
     return {k: x[index][valid].tolist() for k, x in self._arrays.items()}
 
 
+class Scored:
+  """Log-probabilities of a prompt on their way to the host."""
+
+  def __init__(self, logprobs: jax.Array, source: int, length: int) -> None:
+    """Begins the copy.
+
+    Args:
+      logprobs: of all prompts of a call, [P, T].
+      source: which of them it is.
+      length: tokens in it.
+    """
+    self._logprobs, self._source, self._length = logprobs, source, length
+    logprobs.copy_to_host_async()
+
+  def read(self) -> tuple[float, ...]:
+    """Returns those of all tokens after the first; waits for the copy."""
+    own = np.asarray(self._logprobs)[self._source, 1 : self._length]
+    return tuple(own.tolist())
+
+
 @dataclasses.dataclass
 class Row:
   """A completion in the making.
@@ -46,6 +71,9 @@ class Row:
     age: how many were begun before it.
     used: positions of its own in the cache.
     unread: blocks it has been through whose tokens are not below yet.
+    looked: tokens that were looked at for stop strings.
+    stopped: whether a stop string has ended it.
+    scored: its prompt, as it was first read; None if not asked for.
   """
 
   uid: int
@@ -61,6 +89,9 @@ class Row:
     default_factory=list
   )
   unread: list[tuple[Made, int]] = dataclasses.field(default_factory=list)
+  looked: int = 0
+  stopped: bool = False
+  scored: Scored | None = None
 
   def read(self) -> None:
     """Takes what it has made from the blocks it has been through."""
@@ -74,6 +105,32 @@ class Row:
       ):
         self.top.append(tuple(zip(ids, logprobs, strict=True)))
     self.unread.clear()
+
+  def stop(self, decode: Decode | None) -> bool:
+    """Cuts it behind the first new token that completes a stop string.
+
+    Args:
+      decode: ids to text; None where no request has stop strings.
+
+    Returns:
+      Whether there is one.
+    """
+    sampling = self.request.sampling
+    if decode is None or not sampling.stop_strings:
+      return False
+    self.read()
+    start = max(self.looked, sampling.min_tokens)
+    place = stop_strings.first_stop(
+      self.tokens, start, sampling.stop_strings, decode
+    )
+    self.looked = len(self.tokens)
+    if place is None:
+      return False
+    extra = len(self.tokens) - (place + 1)
+    for made in (self.tokens, self.logprobs, self.versions, self.top):
+      del made[len(made) - extra :]
+    self.stopped = True
+    return True
 
   def partial(self) -> types.Partial:
     """Returns what is read of it."""
@@ -89,13 +146,15 @@ class Row:
     asked = self.request.sampling.top_logprobs
     unknown = ((),) * (len(self.tokens) - len(self.top))
     top = (*unknown, *(most[:asked] for most in self.top))
+    ended = steps.finish(self.tokens, self.request.sampling.stop_ids)
     return types.Completion(
       uid=self.uid,
       tokens=tuple(self.tokens),
       logprobs=tuple(self.logprobs),
       versions=tuple(self.versions),
-      finish=steps.finish(self.tokens, self.request.sampling.stop_ids),
+      finish="stop" if self.stopped else ended,
       top_logprobs=top if asked else (),
+      prompt_logprobs=() if self.scored is None else self.scored.read(),
     )
 
 
@@ -110,6 +169,7 @@ def rows_of(request: types.Request) -> collections.deque[Row]:
       row.tokens += begun[row.uid].tokens
       row.logprobs += begun[row.uid].logprobs
       row.versions += begun[row.uid].versions
+      row.looked = len(row.tokens)
   return rows
 
 
@@ -124,6 +184,7 @@ class Waiting:
     source: which of the prefix it is.
     begin: the first position of the prompt that is not read.
     tag: of the first rows that share this prefix.
+    scored: the prompt's log-probabilities, if asked for and all of it is read.
   """
 
   request: types.Request
@@ -132,15 +193,91 @@ class Waiting:
   source: int = 0
   begin: int = 0
   tag: int = 0
+  scored: Scored | None = None
 
   @property
   def ready(self) -> bool:
     """Whether all of the prompt is read."""
     return self.prefix is not None and self.begin >= len(self.request.prompt)
 
+  def tag_at(self, place: int) -> int:
+    """Returns the tag of the rows that share the `place`-th of its prefixes."""
+    return (self.tag + place) % (2**32 - 1) + 1
 
-def check_begun(request: types.Request, vocab_size: int) -> None:
+  def read(self, prefix: prefixes.Prefix, begin: int) -> None:
+    """Takes a prefix that has its prompt up to `begin`."""
+    self.prefix, self.begin = prefix, begin
+    if self.ready and prefix.scores is not None:
+      self.scored = Scored(
+        prefix.scores.logprobs, self.source, len(self.request.prompt)
+      )
+      # What puts prefixes into the cache is compiled for those without.
+      self.prefix = dataclasses.replace(prefix, scores=None)
+
+
+def check(
+  request: types.Request,
+  *,
+  max_prompt: int,
+  max_tokens: int,
+  top_logprobs: int,
+  vocab_size: int,
+  decode: Decode | None,
+) -> None:
+  """Refuses a request that an engine cannot take.
+
+  Args:
+    request: what is asked.
+    max_prompt: longest prompt, in tokens.
+    max_tokens: longest completion.
+    top_logprobs: most that are reported with a token.
+    vocab_size: ids must be below it.
+    decode: ids to text; None takes no stop strings.
+
+  Raises:
+    InputError: names the first thing that does not fit, and its limit.
+    RunError: a completion that it continues is not half made by this request.
+  """
+  sampling = request.sampling
+  changed = {i for i, _ in sampling.logit_bias} | {*sampling.forbidden_ids}
+  limits = (
+    ("prompt tokens", len(request.prompt), max_prompt),
+    ("max_tokens", sampling.max_tokens, max_tokens),
+    ("stop ids", len(sampling.stop_ids), steps.MAX_IDS),
+    ("top_logprobs", sampling.top_logprobs, top_logprobs),
+    ("biased and forbidden ids", len(changed), steps.MAX_IDS),
+    ("largest of them", max(changed, default=0), vocab_size - 1),
+    ("largest token", max(request.prompt, default=0), vocab_size - 1),
+  )
+  for name, value, most in limits:
+    if value > most:
+      raise types.InputError(
+        f"request {request.uids[0]}: expected {name} of at most {most}, got "
+        f"{value}. Shorten the request or enlarge the engine."
+      )
+  if not request.prompt:
+    raise types.InputError(
+      f"request {request.uids[0]}: expected a prompt of at least one token, "
+      "got none. Give the prompt a begin token."
+    )
+  if sampling.stop_strings and decode is None:
+    raise types.InputError(
+      f"request {request.uids[0]}: expected no stop strings, as this engine "
+      f"was made without `decode`, got {sampling.stop_strings}. Leave them "
+      "out, or make the engine with the tokenizer's `decode`."
+    )
+  check_begun(request, vocab_size, decode)
+
+
+def check_begun(
+  request: types.Request, vocab_size: int, decode: Decode | None
+) -> None:
   """Refuses to continue what this request cannot have begun.
+
+  Args:
+    request: what is asked.
+    vocab_size: ids must be below it.
+    decode: ids to text; needed for stop strings only.
 
   Raises:
     RunError: names the completion and what is wrong with it.
@@ -151,6 +288,11 @@ def check_begun(request: types.Request, vocab_size: int) -> None:
     bad = [t for t in begun.tokens if not 0 <= t < vocab_size]
     stops = [t for t in begun.tokens if t in sampling.stop_ids]
     most = sampling.max_tokens - 1
+    place = None
+    if decode is not None and not bad:
+      place = stop_strings.first_stop(
+        begun.tokens, sampling.min_tokens, sampling.stop_strings, decode
+      )
     rules = (
       (begun.uid in request.uids, f"a uid of {request.uids}", begun.uid),
       (uids.count(begun.uid) == 1, "each uid once", uids),
@@ -158,6 +300,7 @@ def check_begun(request: types.Request, vocab_size: int) -> None:
       (sizes[0] <= most, f"at most {most} tokens", sizes[0]),
       (not bad, f"tokens in [0, {vocab_size})", bad),
       (not stops, "no stop token", stops),
+      (place is None, "no stop string", f"one up to token {place}"),
     )
     for holds, rule, value in rules:
       if not holds:

@@ -259,6 +259,7 @@ def decode(
   decoder: decoders.Decoder,
   num_steps: int,
   num_top: int = 0,
+  read_pages: attention.ReadPages = attention.read_pages,
 ) -> tuple[DecodeState, Block]:
   """Samples up to `num_steps` tokens in every active row.
 
@@ -270,6 +271,7 @@ def decode(
     decoder: the model.
     num_steps: width of the block; ends early when no row is active.
     num_top: most probable tokens to report with each.
+    read_pages: see `attention.attend`.
 
   Returns:
     The state after the block, and the block. A row stops being active with its
@@ -307,7 +309,7 @@ def decode(
 
     def attend(cache: Any, q: jax.Array, k: jax.Array, v: jax.Array):
       q, k, v = (x.reshape(*parts, *x.shape[2:]) for x in (q, k, v))
-      read, own = attention.attend(seen, cache, q, k, v)
+      read, own = attention.attend(seen, cache, q, k, v, read_pages=read_pages)
       read = read.reshape(num_rows, 1, *read.shape[2:]).astype(q.dtype)
       return read, (own, cache[1])
 

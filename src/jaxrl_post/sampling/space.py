@@ -1,0 +1,89 @@
+"""Which rows and pages are free, as the host counts them from the rows."""
+
+from collections.abc import Sequence
+
+from jaxrl_post.sampling import pages, rows
+
+
+class Space:
+  """What an engine's rows leave free, in each data-parallel part."""
+
+  def __init__(
+    self,
+    taken: Sequence[rows.Row | None],
+    size: pages.Sizes,
+    *,
+    block: int,
+    max_tokens: int,
+  ) -> None:
+    """Looks at rows that somebody else fills and empties.
+
+    Args:
+      taken: the rows of all parts; None is idle.
+      size: of the cache.
+      block: most tokens that a row makes at a time.
+      max_tokens: longest completion.
+    """
+    self._rows, self._size = taken, size
+    self._block, self._max_tokens = block, max_tokens
+
+  def places(self, waiting: rows.Waiting) -> list[int]:
+    """Returns idle rows for the next completions of a prompt, in one part.
+
+    Args:
+      waiting: the prompt, all of it read.
+
+    Returns:
+      As many as there are pages for, of those that can share the prompt.
+    """
+    idle = [self._idle(part) for part in range(self._size.parts)]
+    part = max(range(self._size.parts), key=lambda p: len(idle[p]))
+    width = self._size.group
+    first = waiting.rows[0].member // width
+    together = sum(row.member // width == first for row in waiting.rows)
+    count = min(len(idle[part]), together)
+    if self._prompt_need(waiting, part, first) > self.prompt_free(part):
+      return []
+    left = self.free(part) - self.need(part)
+    each = self._pages_of(min(self._block, self._max_tokens))
+    return idle[part][: max(0, min(count, left // each))]
+
+  def taken(self, part: int) -> list[rows.Row]:
+    """Returns the rows of a part that somebody has."""
+    begin = part * self._size.rows
+    here = self._rows[begin : begin + self._size.rows]
+    return [row for row in here if row is not None]
+
+  def free(self, part: int) -> int:
+    """Returns the own pages that nobody has."""
+    taken = sum(self._pages_of(row.used) for row in self.taken(part))
+    return self._size.pages - taken
+
+  def prompt_free(self, part: int) -> int:
+    """Returns the pages for prompts that nobody has."""
+    lengths = {r.tag: len(r.request.prompt) for r in self.taken(part)}
+    taken = sum(self._pages_of(n - 1) for n in lengths.values())
+    return self._size.pool_pages - taken
+
+  def need(self, part: int) -> int:
+    """Returns the pages that rows take in the next block."""
+    need = 0
+    for row in self.taken(part):
+      end = min(row.used + self._block, row.request.sampling.max_tokens)
+      need += self._pages_of(end) - self._pages_of(row.used)
+    return need
+
+  def _idle(self, part: int) -> list[int]:
+    begin = part * self._size.rows
+    here = range(begin, begin + self._size.rows)
+    return [i for i in here if self._rows[i] is None]
+
+  def _pages_of(self, positions: int) -> int:
+    return -(-positions // self._size.page)
+
+  def _prompt_need(self, waiting: rows.Waiting, part: int, place: int) -> int:
+    """Returns the pages for a prompt, 0 where rows of the part have it."""
+    tag = waiting.tag_at(place)
+    if any(row.tag == tag for row in self.taken(part)):
+      return 0
+    return self._pages_of(len(waiting.request.prompt) - 1)
