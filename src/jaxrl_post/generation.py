@@ -66,7 +66,6 @@ class Local:
     rollout_key, eval_key = generator.keys(cfg.seed)
     self.engine = place.engine(rollout_key)
     # An engine made anew for each: its cache is as large as that of training.
-    # The width of a group, so that it runs the very same programs.
     self.tester = functools.partial(place.engine, eval_key)
 
   def warm_up(self, policy: types.Policy) -> None:

@@ -108,10 +108,7 @@ class Sampler:
         f"prompts: expected a list of prompts, got {prompts!r}. Put the prompt "
         "into a list."
       )
-    if n < 1:
-      raise types.InputError(
-        f"n: expected a number >= 1, got {n}. 1 is one completion a prompt."
-      )
+    _check_count("n", n, "1 is one completion a prompt.")
     asked = self._asked(sampling)
     requests = []
     for index, prompt in enumerate(prompts):
@@ -141,7 +138,7 @@ class Sampler:
 
   def _ids(self, index: int, prompt: Any) -> tuple[int, ...]:
     """Returns the ids of a prompt, or refuses it."""
-    is_list = isinstance(prompt, Sequence)
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
     if isinstance(prompt, str):
       ids, _ = self.tokenizer.prompt_ids(prompt)
     elif is_list and prompt and all(isinstance(x, Mapping) for x in prompt):
@@ -224,10 +221,11 @@ def load(
     "tensor": tensor,
   }
   for name, value in own.items():
-    if value < 1:
-      raise types.InputError(
-        f"{name}: expected a number >= 1, got {value}. Correct it."
-      )
+    _check_count(name, value, "Correct it.")
+  if not _fits(seed, int):
+    raise types.InputError(
+      f"seed: expected a whole number, got {seed!r}. 0 is usual."
+    )
   cfg = engines.Sampling(max_tokens=max_tokens, **sizes)
   shape = weights.read_config(path)
   if max_prompt + max_tokens > shape.max_positions:
@@ -331,6 +329,13 @@ def _checked(
         f"{name}: expected {kind}, got {value!r}. Correct the value."
       )
   return {name: _frozen(value) for name, value in given.items()}
+
+
+def _check_count(name: str, value: Any, advice: str) -> None:
+  if not _fits(value, int) or value < 1:
+    raise types.InputError(
+      f"{name}: expected a whole number >= 1, got {value!r}. {advice}"
+    )
 
 
 def _fits(value: Any, hint: Any) -> bool:

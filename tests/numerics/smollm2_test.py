@@ -65,8 +65,16 @@ def padded(rows: list[list[int]]) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=4)
 def extend(params, cfg, tokens, positions, cache):
+  rows = np.arange(tokens.shape[0])[:, None]
+  mask = (jnp.arange(SLOTS) <= positions[..., None])[:, None]
+
+  def attend(cache, q, k, v):
+    k = cache[0].at[rows, positions].set(k)
+    v = cache[1].at[rows, positions].set(v)
+    return transformer.attention(q, k, v, mask), (k, v)
+
   hidden, cache = transformer.forward(
-    params, cfg, tokens, positions, cache=cache
+    params, cfg, tokens, positions, cache=cache, attend=attend
   )
   return jnp.argmax(transformer.logits(params, cfg, hidden), -1), cache
 
@@ -75,7 +83,8 @@ def greedy(model, prompts: list[list[int]], num_tokens: int) -> np.ndarray:
   """Continues prompts, padded on the right, with the likeliest tokens."""
   cfg, params = model
   rows = padded(prompts)
-  cache = transformer.empty_cache(cfg, len(prompts), SLOTS, "float32")
+  shape = (cfg.num_layers, len(prompts), SLOTS, cfg.num_kv_heads)
+  cache = tuple(jnp.zeros((*shape, cfg.head_width)) for _ in range(2))
   positions = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
   best, cache = extend(params, cfg, rows, positions, cache)
   at = np.array([[len(ids)] for ids in prompts])

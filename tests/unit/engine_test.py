@@ -1,6 +1,7 @@
 """The engine: the same completions whatever the neighbours, and honest ends."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -250,6 +251,46 @@ def test_c127_programs_are_bounded_by_buckets_whatever_the_lengths():
       max_tokens=int(draw.integers(1, 33)),
     )
     for i in range(20)
+  ]
+  engines.generate(engine, _policy(), requests)
+  assert [p._cache_size() for p in programs] == before
+
+
+def test_a_request_without_completions_or_with_a_negative_id_is_refused():
+  engine = _engine()
+  with pytest.raises(types.InputError, match="at least one uid, got none"):
+    engine.add(_request((1,), [], max_tokens=4))
+  with pytest.raises(types.InputError, match=r"in \[0, 64\), got -1"):
+    engine.add(_request((3, -1), [0], max_tokens=4))
+  assert not engine.busy
+
+
+def test_a_launch_that_failed_is_not_taken_for_an_empty_cache():
+  engine = _engine()
+  engine.add(_request(_prompt(4), [0], max_tokens=8))
+  engine.step(_params(), 0)
+
+  def fail(*args):
+    raise RuntimeError("out of memory")
+
+  plain = engine._steps
+  engine._steps = dataclasses.replace(plain, decode=fail)
+  with pytest.raises(RuntimeError, match="out of memory"):
+    engine.step(_params(), 0)
+  engine._steps = plain
+  with pytest.raises(types.RunError, match="a launch has failed before"):
+    engine.step(_params(), 0)
+
+
+def test_c127_chunks_of_long_prompts_compile_nothing_more():
+  engine = _engine(rows=5, max_prompt=64, max_tokens=32, prefill_tokens=24)
+  engine.warm_up(_params())
+  steps_of = engine._steps
+  names = ("prefill", "extend", "insert", "decode", "cancel")
+  programs = [getattr(steps_of, name) for name in names]
+  before = [p._cache_size() for p in programs]
+  requests = [
+    _request(_prompt(n, n), [n], max_tokens=4) for n in (1, 20, 24, 40, 64)
   ]
   engines.generate(engine, _policy(), requests)
   assert [p._cache_size() for p in programs] == before

@@ -343,6 +343,9 @@ def test_sizes_that_jetstream_cannot_serve_are_refused():
     jetstream.check(_SIZES, 8, 20)
   with pytest.raises(types.InputError, match=r"max_prompt.*32767.*got 32768"):
     jetstream.check(_SIZES, 2, 32768)
+  small = dataclasses.replace(_SIZES, cache=0.5)
+  with pytest.raises(types.InputError, match=r"sampling\.cache.* 1 .*got 0.5"):
+    jetstream.check(small, 2, 20)
 
 
 # --------------------------------------------------------------- orchestrator

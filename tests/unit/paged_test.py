@@ -1,6 +1,7 @@
 """The paged cache: who has which page, and completions that do not show it."""
 
 import contextlib
+import dataclasses
 import functools
 
 import hypothesis
@@ -135,10 +136,61 @@ def test_a_full_cache_makes_the_youngest_wait_and_changes_no_token():
   engine._cancel = lambda at: waited.extend(at) or plain(at)
   found = _generate(engine, _requests())
   assert waited, "the cache was never full"
-  _assert_same(found, _right())
+  _assert_same(found, _generate(_engine(page=4), _requests()), exact=True)
   table = engine._state.table
   assert table.num_free.tolist() == [engine._size.pages]
   assert table.num_prompt_free.tolist() == [engine._size.pool_pages]
+
+
+def _text(ids):
+  return "".join(chr(97 + i % 26) for i in ids)
+
+
+def _rich():
+  """Requests with all that is done on the host."""
+  made = []
+  for number, request in enumerate(_requests()):
+    how = dataclasses.replace(
+      request.sampling,
+      temperature=1.0,
+      max_tokens=_LONGEST,
+      stop_ids=(),
+      stop_strings=("ab", "xy", "q"),
+      min_tokens=number,
+      top_logprobs=2,
+      prompt_logprobs=number % 2 == 0,
+      seed=number if number % 3 == 0 else None,
+    )
+    made.append(dataclasses.replace(request, sampling=how))
+  return made
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_waiting_for_pages_changes_nothing_of_a_rich_request(in_flight):
+  def run(cache):
+    engine = _engine(page=4, cache=cache, top_logprobs=2, in_flight=in_flight)
+    engine._text = _text
+    policy = types.Policy(params=_params(), version=0, step=0)
+    for request in _rich():
+      engine.add(request)
+    done, turn = {}, 0
+    while engine.busy:
+      # Weights that are newer by name only, so that both runs have the same.
+      turn += 1
+      version = turn // 12
+      done |= {c.uid: c for c in engine.step(policy.params, version)}
+    return done
+
+  whole, tight = run(1.0), run(0.3)
+  assert whole.keys() == tight.keys()
+  assert {c.finish for c in whole.values()} == {"stop", "length"}
+  for uid, completion in whole.items():
+    other = tight[uid]
+    assert completion.tokens == other.tokens
+    assert completion.logprobs == other.logprobs
+    assert completion.finish == other.finish
+    assert completion.top_logprobs == other.top_logprobs
+    assert completion.prompt_logprobs == other.prompt_logprobs
 
 
 def test_the_cache_of_one_row_is_enough_for_all():
@@ -284,6 +336,13 @@ def _check_table(table, made, tags):
     assert len(prompt) == sum(-(-(n - 1) // _PAGE) for n in lengths.values())
     assert len(prompt) + t.num_prompt_free == _SIZE.pool_pages
     assert sorted(t.tag[t.tag > 0].tolist()) == sorted(lengths)
+    for row, (tag, length, member) in tags.items():
+      if row // 3 != part:
+        continue
+      group = t.group[row % 3]
+      assert (t.tag[group], t.member[row % 3]) == (tag, member)
+      assert t.rows[group, member] == row % 3
+      assert t.start[row % 3] == t.length[group] == length - 1
 
 
 def test_sizes_hold_every_row_at_its_longest():

@@ -165,7 +165,7 @@ def test_what_breaks_off_leaves_nothing_behind(sampler, monkeypatch):
     ([[]], {}, "prompt 0: expected 1 to 48 tokens, got 0"),
     ([""], {}, "prompt: expected at least one token"),
     ([[{"role": "user"}]], {}, "messages with role and content"),
-    (["a"], {"n": 0}, "n: expected a number >= 1, got 0"),
+    (["a"], {"n": 0}, "n: expected a whole number >= 1, got 0"),
     (["a"], {"heat": 1}, "heat: expected one of temperature, top_k"),
     (["a"], {"temperature": "hot"}, "temperature: expected float"),
     (["a"], {"temperature": -1}, "sampling.temperature: expected >= 0"),
@@ -191,7 +191,7 @@ def test_a_call_that_cannot_be_is_refused(sampler, prompts, given, expected):
 @pytest.mark.parametrize(
   ("given", "expected"),
   [
-    ({"max_prompt": 0}, "max_prompt: expected a number >= 1, got 0"),
+    ({"max_prompt": 0}, "max_prompt: expected a whole number >= 1, got 0"),
     ({"max_tokens": 500, "max_prompt": 13}, "at most 512 positions"),
     ({"data": 3, "rows": 4}, "rows: expected a multiple of data=3, got 4"),
     ({"data": 3, "tensor": 3}, "at most the 8 devices of this process"),

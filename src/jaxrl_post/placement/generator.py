@@ -131,12 +131,19 @@ def compiled(
   # XLA's CPU back-end copies a layer out of the stack for every product with it
   # (1.2 to 1.6 times the time of a token); others read it where it lies.
   copies = platform == "cpu"
+  prompts: Any = jax.sharding.NamedSharding(
+    mesh, jax.P(None, None, None, heads)
+  )
+  held: dict[str, Any] = dict(
+    k=prompts, v=prompts, last_token=whole, length=whole, scores=whole
+  )
+  read = prefixes.Prefix(**held)
   return engines.Steps(
     size=size,
     empty=jax.jit(empty, out_shardings=shardings),
-    layout=jax.jit(transformer.unstack) if copies else transformer.unstack,
-    prefill=jax.jit(prefill, static_argnums=3),
-    extend=jax.jit(extend, donate_argnums=1),
+    layout=jax.jit(transformer.unstack) if copies else lambda params: params,
+    prefill=jax.jit(prefill, static_argnums=3, out_shardings=read),
+    extend=jax.jit(extend, donate_argnums=1, out_shardings=read),
     insert=jax.jit(steps.insert, donate_argnums=1, out_shardings=shardings),
     decode=jax.jit(decode, donate_argnums=1, out_shardings=(shardings, whole)),
     cancel=jax.jit(steps.cancel, donate_argnums=0, out_shardings=shardings),

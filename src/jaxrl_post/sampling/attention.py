@@ -2,9 +2,10 @@
 
 Queries go to the pages, instead of the pages to the rows: the query of a row is
 taken to each of its pages, all queries of a group to the group's prompt. What
-they read there is merged by its log-sum-exp in the order of positions (Milakov
+they read there is merged by its log-sum-exp, in the order of positions (Milakov
 and Gimelshein 2018, arXiv 1805.02867). Which pages a row has, and what lies
-beside them, changes no bit of it. Shape letters as in `pages`.
+beside them, changes no bit of it, as long as that is finite. Shape letters as
+in `pages`.
 """
 
 import math

@@ -50,10 +50,11 @@ class Sampling:
     in_flight: what newer weights mean for a completion in the making. "keep":
       it goes on, over keys and values of the older ones. "recompute": its
       prompt and tokens are read again by the newer ones first, which costs a
-      decode step a token. "drain": none is in the making then, because whoever
-      calls the engine holds newer weights back until it is not busy; to the
-      engine itself the same as "keep". In all of them a token keeps the
-      log-probability and version that it was sampled with.
+      decode step a token: weights that come faster than that let nothing end.
+      "drain": none is in the making then, because whoever calls the engine
+      holds newer weights back until it is not busy; to the engine itself the
+      same as "keep". In all of them a token keeps the log-probability and
+      version that it was sampled with.
     dtype: of weights, cache and matrix products in the engine. "int8" holds
       the matrices of layers in 8 bits with a scale for each output channel,
       and the rest, cache and products in bfloat16; "int8_cache" keys and values
@@ -198,6 +199,7 @@ class Engine:
     self._crowded = False
     self._begun = 0
     self._decoded, self._decode_s = 0, 0.0
+    self._held = False  # Whether there is a cache, or was when a launch failed.
 
   @property
   def room(self) -> int:
@@ -299,9 +301,9 @@ class Engine:
       self._version = version
     self._refill(params)
     self._make_room()
+    block = self._decode(params)
     self._reader.wait()  # So that either's time is its own.
     begun = time.monotonic()
-    block = self._decode(params)
     made = rows.Made(block, version)
     for row in self._rows:  # What the host has to do, while devices work.
       if row is not None:
@@ -309,8 +311,10 @@ class Engine:
     active, used = jax.device_get((block.active, block.made))
     self._decode_s += time.monotonic() - begun
     done = self._settle(active, used, made)
-    if self._free_idle and not self.busy:
-      self._state = self._weights = None
+    if not self.busy:
+      self._weights = None  # They may be freed by whoever brings newer ones.
+      if self._free_idle:
+        self._state, self._held = None, False
     return done
 
   def _settle(
@@ -363,12 +367,18 @@ class Engine:
         row.read()
         self._rows[index] = None
         out.append(index)
-        self._waiting.appendleft(
-          rows.Waiting(row.request, collections.deque([row]))
-        )
+        self._put_back(row)
     if out:
       self._crowded = True
       self._cancel(out)
+
+  def _put_back(self, row: rows.Row) -> None:
+    """Has a row wait before all others, with those of its prompt."""
+    first = self._waiting[0] if self._waiting else None
+    if first is None or first.request is not row.request:
+      first = rows.Waiting(row.request, collections.deque())
+      self._waiting.appendleft(first)
+    first.rows.appendleft(row)
 
   def _rebuild(self, params: types.Tree) -> None:
     """Starts every row again where it is, to read what it has made."""
@@ -442,6 +452,12 @@ class Engine:
 
   def _allocated(self) -> steps.DecodeState:
     state, self._state = self._state, None  # The caller donates it.
+    if state is None and self._held:
+      raise types.RunError(
+        "engine: expected the cache of the rows in flight, got none: a launch "
+        "has failed before. Make another engine."
+      )
+    self._held = True
     return self._steps.empty() if state is None else state
 
 

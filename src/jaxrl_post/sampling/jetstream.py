@@ -390,6 +390,8 @@ def check(cfg: engines.Sampling, group_size: int, max_prompt: int) -> None:
       cfg.rows,
     ),
     (max_prompt <= most, "data.max_prompt", f"at most {most}", max_prompt),
+    # JetStream never waits for pages: all slots must have theirs.
+    (cfg.cache == 1, "sampling.cache", "1", cfg.cache),
   )
   for holds, name, rule, value in rules:
     if not holds:

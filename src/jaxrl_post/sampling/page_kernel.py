@@ -177,9 +177,10 @@ def _read_part(
   rows = slots if dense else page * (-(-num_kv // 8) * 8)
   size = 2 * rows * (-(-width // _LANES) * _LANES) * own.v.dtype.itemsize
   if 2 * size > _ROOM:
+    most = _ROOM // (2 * size // page) // SUBLANES * SUBLANES
     raise types.InputError(
-      f"sampling.page: expected <= {_ROOM // (2 * size // page)} on a TPU, got "
-      f"{page}. Two pages, {size} bytes each, have to fit into {_ROOM}."
+      f"sampling.page: expected <= {most} on a TPU, got {page}. Two pages, "
+      f"{size} bytes each, have to fit into {_ROOM}."
     )
   together = min(together, num_pages, _ROOM // (2 * size))
   lanes = -(-num_heads // _LANES) * _LANES

@@ -234,11 +234,6 @@ def empty_table(size: Sizes) -> Table:
   return Table(**fields)
 
 
-def _of_part(table: Table, one: Any, *args: jax.Array) -> Any:
-  """Does something to every data-parallel part."""
-  return jax.vmap(one)(table, *args)
-
-
 def _give(
   free: jax.Array, count: jax.Array, pages: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -270,7 +265,7 @@ def release(table: Table, ended: Bool[Array, "D R"]) -> Table:
   Returns:
     The table without them.
   """
-  return _of_part(table, _release, ended)
+  return jax.vmap(_release)(table, ended)
 
 
 def _release(t: Table, ended: jax.Array) -> Table:

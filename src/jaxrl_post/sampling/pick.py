@@ -369,8 +369,9 @@ def _draw(
 ) -> Int[Array, " B"]:
   """Inverts the cumulative distribution: one random number a row, not V.
 
-  In two levels: a float32 sum over a whole vocabulary rounds away the
-  probability of rare tokens.
+  In two levels: a float32 sum over a whole vocabulary rounds away rare tokens.
+  The one uniform number has 23 bits, so what is rarer than that is drawn a
+  little more or less often than it should be.
 
   Args:
     totals: weight of each block.

@@ -70,15 +70,15 @@ class Reader:
 
   def warm_up(self, params: types.Tree) -> list[prefixes.Prefix]:
     """Compiles the programs of every bucket; returns a prefix of each."""
-    prefixes = []
+    made = []
     for bucket in self.buckets:
       num, chunk = self._shape(bucket)
       tokens = np.zeros((num, chunk), np.int32)
       prefix = self._prefill(params, tokens, np.ones(num, np.int32), bucket)
       if chunk < bucket:
         prefix = self._extend(params, prefix, tokens, chunk)
-      prefixes.append(prefix)
-    return prefixes
+      made.append(prefix)
+    return made
 
   def read(
     self,
@@ -86,7 +86,7 @@ class Reader:
     first: rows.Waiting,
     others: Iterable[rows.Waiting],
     width: int,
-  ) -> int:
+  ) -> None:
     """Makes one call.
 
     Args:
@@ -94,9 +94,6 @@ class Reader:
       first: whose prompt, or its next chunk, is read.
       others: in which those of the same bucket are looked for.
       width: rows that can share a prefix in the cache: a tag each.
-
-    Returns:
-      Tokens of prompts that were read, without padding.
     """
     bucket = self._bucket(first)
     num, chunk = self._shape(bucket)
@@ -107,7 +104,8 @@ class Reader:
       self._begin()
       prefix = self._extend(params, first.prefix, tokens, first.begin)
       first.read(prefix, first.begin + chunk)
-      return self._launched(prefix, len(piece))
+      self._launched(prefix, len(piece))
+      return
     # Scoring is another program: a prompt goes through the same one always.
     scored = first.request.sampling.prompt_logprobs
     alike = (
@@ -135,7 +133,7 @@ class Reader:
       waiting.read(prefix, chunk)
       self._tag += -(-len(waiting.request.uids) // width)
     count = int(np.minimum(length[: len(batch)], chunk).sum())
-    return self._launched(prefix, count)
+    self._launched(prefix, count)
 
   def wait(self) -> None:
     """Waits for all that was read since the last call, if anything was."""
@@ -149,10 +147,9 @@ class Reader:
     if self._since is None:
       self._since = time.monotonic()
 
-  def _launched(self, prefix: prefixes.Prefix, count: int) -> int:
+  def _launched(self, prefix: prefixes.Prefix, count: int) -> None:
     self._last = prefix
     self.tokens += count
-    return count
 
   def _shape(self, bucket: int) -> tuple[int, int]:
     """Returns prompts and tokens of a call."""

@@ -238,6 +238,10 @@ def check(
     InputError: names the first thing that does not fit, and its limit.
     RunError: a completion that it continues is not half made by this request.
   """
+  if not request.uids:
+    raise types.InputError(
+      "request: expected at least one uid, got none. Ask for a completion."
+    )
   sampling = request.sampling
   changed = {i for i, _ in sampling.logit_bias} | {*sampling.forbidden_ids}
   limits = (
@@ -255,6 +259,11 @@ def check(
         f"request {request.uids[0]}: expected {name} of at most {most}, got "
         f"{value}. Shorten the request or enlarge the engine."
       )
+  if min(request.prompt, default=0) < 0:
+    raise types.InputError(
+      f"request {request.uids[0]}: expected tokens in [0, {vocab_size}), got "
+      f"{min(request.prompt)}. Use the tokenizer of the model."
+    )
   if not request.prompt:
     raise types.InputError(
       f"request {request.uids[0]}: expected a prompt of at least one token, "

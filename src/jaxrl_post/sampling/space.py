@@ -1,5 +1,6 @@
 """Which rows and pages are free, as the host counts them from the rows."""
 
+import itertools
 from collections.abc import Sequence
 
 from jaxrl_post.sampling import pages, rows
@@ -36,17 +37,25 @@ class Space:
     Returns:
       As many as there are pages for, of those that can share the prompt.
     """
-    idle = [self._idle(part) for part in range(self._size.parts)]
-    part = max(range(self._size.parts), key=lambda p: len(idle[p]))
     width = self._size.group
     first = waiting.rows[0].member // width
-    together = sum(row.member // width == first for row in waiting.rows)
-    count = min(len(idle[part]), together)
-    if self._prompt_need(waiting, part, first) > self.prompt_free(part):
-      return []
-    left = self.free(part) - self.need(part)
-    each = self._pages_of(min(self._block, self._max_tokens))
-    return idle[part][: max(0, min(count, left // each))]
+    together = list(
+      itertools.takewhile(lambda r: r.member // width == first, waiting.rows)
+    )
+    idle = [self._idle(part) for part in range(self._size.parts)]
+    for part in sorted(range(self._size.parts), key=lambda p: -len(idle[p])):
+      if self._prompt_need(waiting, part, first) > self.prompt_free(part):
+        continue
+      left, count = self.free(part) - self.need(part), 0
+      for row in together[: len(idle[part])]:
+        # One that was begun has to come back to where it was.
+        left -= self._pages_of(
+          min(len(row.tokens) + self._block, self._max_tokens)
+        )
+        count += left >= 0
+      if count:
+        return idle[part][:count]
+    return []
 
   def taken(self, part: int) -> list[rows.Row]:
     """Returns the rows of a part that somebody has."""
