@@ -20,6 +20,7 @@ import beartype.typing  # noqa: E402, F401 (named in CHECKER)
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
 
 # A GPU is for a run, or for who asks: JAX_PLATFORMS=cuda.
 if "JAX_PLATFORMS" not in os.environ:
@@ -38,3 +39,10 @@ jaxtyping.install_import_hook("jaxrl_post", CHECKER)
 # fail tomorrow: no deadline, no chance.
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("house")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_of_one_file():
+  """Frees compiled programs: a process has only so many memory maps."""
+  yield
+  jax.clear_caches()
