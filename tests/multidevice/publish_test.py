@@ -4,27 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import array as jax_array
 
 from jaxrl_post import types
 from jaxrl_post.models import spec as specs
 from jaxrl_post.placement import fingerprint, publish
 from jaxrl_post.placement import mesh as meshes
 from tests.multidevice import publishing
-
-
-@pytest.fixture(name="pulls")
-def _pulls(monkeypatch):
-  """Counts the arrays that are copied to the host."""
-  seen = []
-  value = jax_array.ArrayImpl._value.fget
-
-  def counting(self):
-    seen.append(self.shape)
-    return value(self)
-
-  monkeypatch.setattr(jax_array.ArrayImpl, "_value", property(counting))
-  return seen
 
 
 def test_a_plain_put_between_unlike_meshes_does_pass_through_the_host(

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import array as jax_array
 
 from jaxrl_post import types
 from jaxrl_post.models import quantize, transformer
@@ -34,20 +33,6 @@ _PAIRS = [
   ((1, 1, 2), (3, 2)),
   ((1, 2, 4), (4, 1)),  # overlapping; sums of `down` and `o` are split
 ]
-
-
-@pytest.fixture(name="pulls")
-def _pulls(monkeypatch):
-  """Counts the arrays that are copied to the host."""
-  seen = []
-  value = jax_array.ArrayImpl._value.fget
-
-  def counting(self):
-    seen.append(self.shape)
-    return value(self)
-
-  monkeypatch.setattr(jax_array.ArrayImpl, "_value", property(counting))
-  return seen
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxrl_post import types
 from jaxrl_post.sampling import pick
+from tests.reference import truncation
 
 _PROBS = np.array([0.5, 0.3, 0.15, 0.05])
 _ALLOWED = jax.jit(pick.allowed)
@@ -26,19 +27,6 @@ def _allowed(probs=_PROBS, top_k=0, top_p=1.0, min_p=0.0):
     jnp.array([min_p], jnp.float32),
   )
   return set(np.flatnonzero(found[0]).tolist())
-
-
-def _slow_allowed(probs, top_k, top_p, min_p):
-  """Token by token, from the most probable one on."""
-  kept, before = set(), 0.0
-  order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
-  for rank, token in enumerate(order):
-    fits = probs[token] > 0 and before < top_p * probs.sum()
-    fits &= top_k == 0 or rank < top_k
-    if fits and probs[token] >= min_p * probs.max():
-      kept.add(token)
-    before += probs[token] if top_p < 1 else 0.0
-  return kept
 
 
 @pytest.mark.parametrize(
@@ -120,7 +108,7 @@ def test_allowed_is_what_going_down_the_ranks_gives(ranks, top_k, top_p, min_p):
   top_p = 1.0 if top_p == 41 else top_p / 41.37
   min_p = min_p / 41.37
   found = _allowed(probs, top_k, top_p, min_p)
-  assert found == _slow_allowed(probs, top_k, top_p, min_p)
+  assert found == truncation.allowed(probs, top_k, top_p, min_p)
   assert found
 
 

@@ -1,54 +1,25 @@
 """Half-made completions: taken out, continued, and met by newer weights."""
 
-import contextlib
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
-from jaxrl_post.models import spec, transformer
-from jaxrl_post.placement import generator
-from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import engine as engines
+from tests.unit import engines as making
 
-_CONFIG = transformer.Config(
-  num_layers=2,
-  width=32,
-  num_heads=4,
-  num_kv_heads=2,
-  head_width=8,
-  ff_width=64,
-  vocab_size=64,
-  tie_embeddings=False,
-)
+_CONFIG = dataclasses.replace(making.CONFIG, tie_embeddings=False)
 _DECODER = decoders.Decoder(_CONFIG)
 _ROWS, _MAX_PROMPT, _MAX_TOKENS = 4, 8, 128
 _PROMPT = (3, 1, 4, 1, 5)
 _LENGTH = 12
 
 
-@functools.cache
-def _params(seed=0):
-  tree = transformer.spec(_CONFIG)
-  return spec.init(tree, jax.random.key(seed), jnp.dtype("float32"))
-
-
-@functools.cache
-def _compiled(cfg):
-  mesh = meshes.build(meshes.GenerationAxes(data=1), jax.devices()[:1])
-  return generator.compiled(
-    mesh,
-    rules={},
-    decoder=_DECODER,
-    cfg=cfg,
-    max_prompt=_MAX_PROMPT,
-    group=2,
-  )
+_params = functools.partial(making.params, _CONFIG)
 
 
 def _engine(block=4, in_flight="keep"):
@@ -58,13 +29,15 @@ def _engine(block=4, in_flight="keep"):
     max_tokens=_MAX_TOKENS,
     in_flight=in_flight,
   )
-  return engines.Engine(
-    _compiled(dataclasses.replace(cfg, in_flight="keep")),
+  # What newer weights mean is the host's business: one set of programs.
+  plain = dataclasses.replace(cfg, in_flight="keep")
+  return making.engine(
     cfg,
     max_prompt=_MAX_PROMPT,
-    vocab_size=_CONFIG.vocab_size,
-    key=jax.random.key(7),
-    dispatch=contextlib.nullcontext(),
+    group=2,
+    key=7,
+    config=_CONFIG,
+    steps=making.compiled(plain, _MAX_PROMPT, 2, _DECODER),
   )
 
 

@@ -1,8 +1,6 @@
 """The engine: the same completions whatever the neighbours, and honest ends."""
 
-import contextlib
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,55 +9,20 @@ import pytest
 
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
-from jaxrl_post.models import spec, transformer
-from jaxrl_post.placement import generator
-from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import reader
+from tests.unit import engines as making
 
-_CONFIG = transformer.Config(
-  num_layers=2,
-  width=32,
-  num_heads=4,
-  num_kv_heads=2,
-  head_width=8,
-  ff_width=64,
-  vocab_size=64,
-)
+_CONFIG = making.CONFIG
 _DECODER = decoders.Decoder(_CONFIG)
-
-
-@functools.cache
-def _params():
-  tree = transformer.spec(_CONFIG)
-  return spec.init(tree, jax.random.key(0), jnp.dtype("float32"))
-
-
-@functools.cache
-def _compiled(cfg, max_prompt, width):
-  mesh = meshes.build(meshes.GenerationAxes(data=1), jax.devices()[:1])
-  return generator.compiled(
-    mesh,
-    rules={},
-    decoder=_DECODER,
-    cfg=cfg,
-    max_prompt=max_prompt,
-    group=width,
-  )
+_params = making.params
 
 
 def _engine(
   rows=4, block=4, max_tokens=16, max_prompt=16, key=0, width=2, **sizes
 ):
   cfg = engines.Sampling(rows=rows, block=block, max_tokens=max_tokens, **sizes)
-  return engines.Engine(
-    _compiled(cfg, max_prompt, width),
-    cfg,
-    max_prompt=max_prompt,
-    vocab_size=_CONFIG.vocab_size,
-    key=jax.random.key(key),
-    dispatch=contextlib.nullcontext(),
-  )
+  return making.engine(cfg, max_prompt=max_prompt, group=width, key=key)
 
 
 def _request(prompt, uids, **sampling):

@@ -1,64 +1,28 @@
 """The paged cache: who has which page, and completions that do not show it."""
 
-import contextlib
 import dataclasses
 import functools
 
 import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from jaxrl_post import types
-from jaxrl_post.models import decoder as decoders
-from jaxrl_post.models import spec, transformer
-from jaxrl_post.placement import generator
-from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import pages
+from tests.unit import engines as making
 
-_CONFIG = transformer.Config(
-  num_layers=2,
-  width=32,
-  num_heads=4,
-  num_kv_heads=2,
-  head_width=8,
-  ff_width=64,
-  vocab_size=64,
-)
 _LONGEST_PROMPT, _LONGEST, _GROUP = 40, 32, 3
 
 
-@functools.cache
-def _params():
-  tree = transformer.spec(_CONFIG)
-  return spec.init(tree, jax.random.key(0), jnp.dtype("float32"))
-
-
-@functools.cache
-def _compiled(cfg):
-  return generator.compiled(
-    meshes.build(meshes.GenerationAxes(data=1), jax.devices()[:1]),
-    rules={},
-    decoder=decoders.Decoder(_CONFIG),
-    cfg=cfg,
-    max_prompt=_LONGEST_PROMPT,
-    group=_GROUP,
-  )
+_params = making.params
 
 
 def _engine(rows=8, block=4, **sizes):
   cfg = engines.Sampling(rows=rows, block=block, max_tokens=_LONGEST, **sizes)
-  return engines.Engine(
-    _compiled(cfg),
-    cfg,
-    max_prompt=_LONGEST_PROMPT,
-    vocab_size=_CONFIG.vocab_size,
-    key=jax.random.key(3),
-    dispatch=contextlib.nullcontext(),
-  )
+  return making.engine(cfg, max_prompt=_LONGEST_PROMPT, group=_GROUP, key=3)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxrl_post.sampling import pick
+from tests.reference import truncation
 
 _PROBS = np.array([0.5, 0.3, 0.15, 0.05])
 _PICK = jax.jit(pick.pick, static_argnames="num_top")
@@ -106,19 +107,6 @@ def _log_softmax(x):
   return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def _slow_allowed(probs, top_k, top_p, min_p):
-  """Token by token, from the most probable one on."""
-  kept, before = set(), 0.0
-  order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
-  for rank, token in enumerate(order):
-    fits = probs[token] > 0 and before < top_p * probs.sum()
-    fits &= top_k == 0 or rank < top_k
-    if fits and probs[token] >= min_p * probs.max():
-      kept.add(token)
-    before += probs[token] if top_p < 1 else 0.0
-  return kept
-
-
 def _weights(logits, *, made=0, **fields):
   """What a row is drawn from, in float64: the slow and obvious way."""
   x = np.array(logits, np.float64)
@@ -130,7 +118,7 @@ def _weights(logits, *, made=0, **fields):
   if made < fields.get("min_tokens", 0):
     x[[t for t in fields.get("stop_ids", ()) if t >= 0]] = -np.inf
   probs = np.exp((x - x.max()) / fields.get("temperature", 1.0))
-  kept = _slow_allowed(
+  kept = truncation.allowed(
     probs,
     fields.get("top_k", 0),
     fields.get("top_p", 1.0),

@@ -1,6 +1,5 @@
 """Weights and cache in 8 bits: how far off, and nothing else is changed."""
 
-import contextlib
 import dataclasses
 import functools
 
@@ -13,33 +12,20 @@ from absl import logging
 from hypothesis import strategies as st
 
 from jaxrl_post import config, prepare, types
-from jaxrl_post.models import decoder as decoders
-from jaxrl_post.models import quantize, spec, transformer
-from jaxrl_post.placement import generator
-from jaxrl_post.placement import mesh as meshes
+from jaxrl_post.models import quantize, transformer
 from jaxrl_post.sampling import attention, pages
 from jaxrl_post.sampling import engine as engines
 from tests.e2e import runs
+from tests.unit import engines as making
 
-_CONFIG = transformer.Config(
-  num_layers=2,
-  width=32,
-  num_heads=4,
-  num_kv_heads=2,
-  head_width=8,
-  ff_width=64,
-  vocab_size=64,
-  qkv_bias=True,
-  qk_norm=True,
-  tie_embeddings=False,
+_CONFIG = dataclasses.replace(
+  making.CONFIG, qkv_bias=True, qk_norm=True, tie_embeddings=False
 )
 _SPEC = transformer.spec(_CONFIG)
 _MATRICES = {"q", "k", "v", "o", "gate", "up", "down"}
 
 
-@functools.cache
-def _params():
-  return spec.init(_SPEC, jax.random.key(0), jnp.dtype("float32"))
+_params = functools.partial(making.params, _CONFIG)
 
 
 @functools.cache
@@ -140,32 +126,13 @@ def test_dequantized_weights_are_the_trained_ones_to_half_a_scale():
 # --------------------------------------------------------------------- engine
 
 
-@functools.cache
-def _compiled(cfg):
-  return generator.compiled(
-    meshes.build(meshes.GenerationAxes(data=1), jax.devices()[:1]),
-    rules={},
-    decoder=decoders.Decoder(_CONFIG),
-    cfg=cfg,
-    max_prompt=24,
-    group=3,
-  )
-
-
 def _sampled(params, **sizes):
   """Completions of two groups, one of a prompt of several pages.
 
   Products are float32, whatever is quantized.
   """
   cfg = engines.Sampling(rows=6, block=4, max_tokens=12, page=4, **sizes)
-  engine = engines.Engine(
-    _compiled(cfg),
-    cfg,
-    max_prompt=24,
-    vocab_size=_CONFIG.vocab_size,
-    key=jax.random.key(3),
-    dispatch=contextlib.nullcontext(),
-  )
+  engine = making.engine(cfg, max_prompt=24, group=3, key=3, config=_CONFIG)
   sampling = types.SamplingParams(temperature=1.0, max_tokens=12)
   requests = [
     types.Request(

@@ -13,42 +13,19 @@ import pytest
 from jaxrl_post import types
 from jaxrl_post.envs import single_turn
 from jaxrl_post.models import decoder as decoders
-from jaxrl_post.models import spec, transformer
+from jaxrl_post.models import transformer
 from jaxrl_post.placement import generator
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import prefix as prefixes
+from tests.unit import engines as making
 
-_CONFIG = transformer.Config(
-  num_layers=2,
-  width=32,
-  num_heads=4,
-  num_kv_heads=2,
-  head_width=8,
-  ff_width=48,
-  vocab_size=64,
-)
+_CONFIG = dataclasses.replace(making.CONFIG, ff_width=48)
 _DECODER = decoders.Decoder(_CONFIG, chunk=8)
 _MAX_PROMPT, _MAX_TOKENS, _TOP = 80, 32, 3
 
 
-@functools.cache
-def _params():
-  tree = transformer.spec(_CONFIG)
-  return spec.init(tree, jax.random.key(0), jnp.dtype("float32"))
-
-
-@functools.cache
-def _compiled(cfg):
-  mesh = meshes.build(meshes.GenerationAxes(data=1), jax.devices()[:1])
-  return generator.compiled(
-    mesh,
-    rules={},
-    decoder=_DECODER,
-    cfg=cfg,
-    max_prompt=_MAX_PROMPT,
-    group=2,
-  )
+_params = functools.partial(making.params, _CONFIG)
 
 
 def _text(ids):
@@ -65,13 +42,13 @@ def _engine(rows=4, key=0, decode=_text):
     prefill_tokens=32,
     top_logprobs=_TOP,
   )
-  return engines.Engine(
-    _compiled(cfg),
+  return making.engine(
     cfg,
     max_prompt=_MAX_PROMPT,
-    vocab_size=_CONFIG.vocab_size,
-    key=jax.random.key(key),
-    dispatch=contextlib.nullcontext(),
+    group=2,
+    key=key,
+    config=_CONFIG,
+    steps=making.compiled(cfg, _MAX_PROMPT, 2, _DECODER),
     decode=decode,
   )
 

@@ -2,9 +2,9 @@
 
 One compiled program on the source casts or quantizes leaves and lays them out
 on a bridge: the source's devices in the shape of the target's mesh. Arrays of
-equal layouts
-then travel from device to device. Where several processes train together, the
-bridge has one target for each of them, so that no array leaves its process.
+equal layouts then travel from device to device. Where several processes train
+together, the bridge has one target for each of them, so that no array leaves
+its process.
 """
 
 import itertools

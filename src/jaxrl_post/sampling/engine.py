@@ -142,6 +142,26 @@ class Steps:
   cancel: Callable[[steps.DecodeState, Any], steps.DecodeState]
 
 
+class LaidOut:
+  """The newest weights as `decode` reads them, made once for each tree."""
+
+  def __init__(self, layout: Callable[[types.Tree], types.Tree]) -> None:
+    """Holds nothing yet."""
+    self._layout = layout
+    self._last: tuple[types.Tree, types.Tree] | None = None
+
+  def of(self, params: types.Tree) -> types.Tree:
+    """Returns the weights laid out; those before are dropped first."""
+    if self._last is None or self._last[0] is not params:
+      self.drop()
+      self._last = params, self._layout(params)
+    return self._last[1]
+
+  def drop(self) -> None:
+    """Holds nothing any more."""
+    self._last = None
+
+
 class Engine:
   """Turns requests into completions, a block at a time."""
 
@@ -194,8 +214,7 @@ class Engine:
     )
     self._waiting: collections.deque[rows.Waiting] = collections.deque()
     self._version: int | None = None
-    # Weights as they were given, and as `decode` reads them.
-    self._weights: tuple[types.Tree, types.Tree] | None = None
+    self._weights = LaidOut(compiled.layout)
     self._crowded = False
     self._begun = 0
     self._decoded, self._decode_s = 0, 0.0
@@ -312,7 +331,7 @@ class Engine:
     self._decode_s += time.monotonic() - begun
     done = self._settle(active, used, made)
     if not self.busy:
-      self._weights = None  # They may be freed by whoever brings newer ones.
+      self._weights.drop()  # Whoever brings newer ones may free them.
       if self._free_idle:
         self._state, self._held = None, False
     return done
@@ -441,13 +460,8 @@ class Engine:
 
   def _decode(self, params: types.Tree) -> steps.Block:
     with self._dispatch:
-      if self._weights is None or self._weights[0] is not params:
-        self._weights = None  # Before the next ones take memory.
-        self._weights = params, self._steps.layout(params)
-      state = self._allocated()
-      self._state, block = self._steps.decode(
-        self._weights[1], state, self._key
-      )
+      weights, state = self._weights.of(params), self._allocated()
+      self._state, block = self._steps.decode(weights, state, self._key)
     return block
 
   def _allocated(self) -> steps.DecodeState:

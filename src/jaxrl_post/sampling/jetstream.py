@@ -174,7 +174,7 @@ class Engine:
     self._whole = jax.sharding.NamedSharding(mesh, jax.P())
     self._key = jax.device_put(key, self._whole)
     self._dispatch = dispatch
-    self._weights: tuple[types.Tree, types.Tree] | None = None
+    self._weights = engines.LaidOut(compiled.layout)
     self._columns = jax.jit(_columns, out_shardings=self._whole)
 
   def check_prompt(self, ids: Sequence[int]) -> None:
@@ -292,7 +292,7 @@ class Engine:
     """
     with self._dispatch:
       state, block = self._steps.decode(
-        self._laid_out(params), decode_state.state, self._key
+        self._weights.of(params), decode_state.state, self._key
       )
       data = self._columns(block, state.rows.made)
     width = block.tokens.shape[1]
@@ -304,12 +304,6 @@ class Engine:
       samples_per_slot=self._group_size,
     )
     return Decoding(state=state, inserted=decode_state.inserted), results
-
-  def _laid_out(self, params: types.Tree) -> types.Tree:
-    """Returns weights as `decode` reads them; the same ones are kept."""
-    if self._weights is None or self._weights[0] is not params:
-      self._weights = params, self._steps.layout(params)
-    return self._weights[1]
 
   def load_params(self, *args: Any, **kwargs: Any) -> types.Tree:
     """Returns the weights that the engine was made with."""

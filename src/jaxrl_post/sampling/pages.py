@@ -281,15 +281,13 @@ def _release(t: Table, ended: jax.Array) -> Table:
   # Through the rows' own field: one that left its group is no query of it.
   rows = jnp.full_like(t.rows, num_rows)
   rows = rows.at[group, t.member].set(jnp.arange(num_rows), mode="drop")
-  fields: dict[str, Any] = dict(
+  return dataclasses.replace(
+    t,
     pages=jnp.where(ended[:, None], num_pages, t.pages),
     owner=t.owner.at[gone].set(num_rows, mode="drop"),
-    place=t.place,
     free=free,
     num_free=num_free,
-    start=t.start,
     group=group,
-    member=t.member,
     tag=jnp.where(left, t.tag, 0),
     prompt=jnp.where(left[:, None], t.prompt, none),
     length=jnp.where(left, t.length, 0),
@@ -297,7 +295,6 @@ def _release(t: Table, ended: jax.Array) -> Table:
     prompt_free=prompt_free,
     num_prompt_free=num_prompt_free,
   )
-  return Table(**fields)
 
 
 def join(
