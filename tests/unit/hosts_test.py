@@ -338,13 +338,16 @@ def test_without_an_error_nothing_ends(world):
   assert world.codes.empty()
 
 
-def test_a_peer_that_is_lost_is_named_rather_than_what_it_broke(world, capsys):
+@pytest.mark.parametrize("kind", [ValueError, types.RunError])
+def test_a_peer_that_is_lost_is_named_rather_than_what_it_broke(
+  kind, world, capsys
+):
   head, theirs = world.lone()
   with concurrent.futures.ThreadPoolExecutor(1) as workers:
 
     def broken() -> None:
       with head:
-        raise ValueError("a collective failed")
+        raise kind("a collective failed")
 
     failed = workers.submit(broken)
     theirs._sock.shutdown(socket.SHUT_RDWR)

@@ -135,10 +135,10 @@ def _begun(size):
   for at, tag, length in (((0, 1), 5, 12), ((2, size.rows), 6, 3)):
     table, _ = paging.join(
       table,
-      jnp.asarray(at),
-      jnp.arange(2),
-      jnp.uint32(tag),
-      jnp.asarray(length),
+      jnp.asarray([at]),
+      jnp.arange(2)[None],
+      jnp.uint32([tag]),
+      jnp.asarray([length]),
       page=size.page,
     )
   start, everyone = table.start, jnp.ones((1, size.rows), bool)

@@ -246,22 +246,28 @@ def test_no_page_has_two_owners_and_none_is_lost(story):
     mask = np.zeros((2, 3), bool)
     mask.reshape(-1)[rows] = True
     if what == "join":
-      lengths = {t: n for t, n, _ in tags.values()}
-      length = lengths.get(tag, length)
-      taken = {m for t, _, m in tags.values() if t == tag}
-      rows = [r for r in rows if r not in tags]
-      members = [m for m in range(3) if m not in taken][: len(rows)]
-      rows = rows[: len(members)]
-      idle = [6] * (3 - len(rows))
+      # What is left of the rows joins another group in the same call.
+      groups = (rows[:2], tag, length), (rows[2:], tag % 3 + 1, 10 - length)
+      at, member = np.full((2, 3), 6), np.zeros((2, 3), int)
+      lengths = []
+      for i, (some, tag, length) in enumerate(groups):
+        length = {t: n for t, n, _ in tags.values()}.get(tag, length)
+        taken = {m for t, _, m in tags.values() if t == tag}
+        some = [r for r in some if r not in tags]
+        members = [m for m in range(3) if m not in taken][: len(some)]
+        some = some[: len(members)]
+        at[i, : len(some)], member[i, : len(some)] = some, members
+        lengths.append(length)
+        places = zip(some, members, strict=True)
+        tags |= {row: (tag, length, place) for row, place in places}
+        made |= dict.fromkeys(some, 0)
       table, _ = _JOIN(
-        _END(table, np.isin(np.arange(6), rows).reshape(2, 3)),
-        np.array(rows + idle, np.int32),
-        np.array(members + [0] * len(idle), np.int32),
-        np.uint32(tag),
-        np.int32(length),
+        _END(table, np.isin(np.arange(6), at).reshape(2, 3)),
+        at.astype(np.int32),
+        member.astype(np.int32),
+        np.array([tag for _, tag, _ in groups], np.uint32),
+        np.array(lengths, np.int32),
       )
-      for row, member in zip(rows, members, strict=True):
-        tags[row], made[row] = (tag, length, member), 0
     elif what == "go":
       rows = [r for r in rows if made.get(r, 6) < 6]
       mask = np.isin(np.arange(6), rows).reshape(2, 3)

@@ -240,13 +240,15 @@ def test_attention_to_a_cache_in_8_bits_is_that_of_a_slow_reference():
     k, v = normal(length, kv, width), normal(length, kv, width)
     table, where = pages.join(
       table,
-      jnp.asarray(at),
-      jnp.arange(2),
-      jnp.uint32(length),
-      jnp.int32(length),
+      jnp.asarray([at]),
+      jnp.arange(2)[None],
+      jnp.uint32([length]),
+      jnp.int32([length]),
       page=4,
     )
-    prompt = pages.fill(prompt, where, jnp.asarray(k), jnp.asarray(v))
+    prompt = pages.fill(
+      prompt, where, jnp.asarray(k)[None], jnp.asarray(v)[None]
+    )
     past = [[[_slow(h) for h in t] for t in x[:-1]] for x in (k, v)]
     seen_by += [[list(x) for x in past] for row in at if row < 3]
 

@@ -359,10 +359,10 @@ class Hosts:
 
   def _fail(self, error: BaseException) -> None:
     """Tells the others why this process ends, and ends it."""
-    known = types.InputError | types.RunError | KeyboardInterrupt
-    if not isinstance(error, known):
-      # A collective fails as soon as a peer is gone; who is gone is known a
-      # moment later, and says more.
+    if not isinstance(error, types.InputError | KeyboardInterrupt):
+      # A collective fails as soon as a peer is gone, and with it whatever needs
+      # one, as a checkpoint; who is gone is known a moment later, and says
+      # more.
       self._ending.wait(3.0)
     first = (str(error).splitlines() or [""])[0]
     me = f"process {self.index} of {self.count} ({links_lib.me()})"

@@ -296,7 +296,8 @@ class Engine:
       prompt=(0,), uids=(), sampling=types.SamplingParams()
     )
     for prefix in self._reader.warm_up(params):
-      self._insert(rows.Waiting(nobody, rows.rows_of(nobody), prefix), [], [])
+      waiting = rows.Waiting(nobody, rows.rows_of(nobody), prefix)
+      self._insert([rows.Joining(waiting, [], [])])
     self._cancel([])
     self._decode(params)
 
@@ -362,22 +363,27 @@ class Engine:
 
   def _refill(self, params: types.Tree) -> None:
     """Fills idle rows, as far as prompts are read and there are pages."""
+    joining: list[rows.Joining] = []
     while self._waiting and None in self._rows:
       first = self._waiting[0]
       if not first.ready:
         self._reader.read(params, first, self._waiting, self._size.group)
         if not first.ready and any(self._rows):
-          return  # The next chunk after a block of the others.
+          break  # The next chunk after a block of the others.
         continue
       at = [] if self._crowded else self._space.places(first)
       if not at:
-        return
-      self._insert(first, at, [first.rows.popleft() for _ in at])
+        break
+      begun = [first.rows.popleft() for _ in at]
+      joining = self._seat(joining, rows.Joining(first, at, begun))
       if not first.rows:
         self._waiting.popleft()
+    self._insert(joining)
 
   def _make_room(self) -> None:
     """Has the youngest rows wait until the others have pages for a block."""
+    if self._space.is_ample:
+      return
     out = []
     for part in range(self._size.parts):
       while self._space.need(part) > self._space.free(part):
@@ -412,6 +418,7 @@ class Engine:
         row.read()
       begun.append(rows.Waiting(here[0].request, collections.deque(here)))
     self._cancel([i for at in groups.values() for i in at])
+    joining: list[rows.Joining] = []
     for waiting, at in zip(begun, groups.values(), strict=True):
       while not waiting.ready:
         self._reader.read(params, waiting, begun, self._size.group)
@@ -420,35 +427,33 @@ class Engine:
         part, place = index // self._size.rows, row.member // self._size.group
         together.setdefault((part, place), []).append((index, row))
       for some in together.values():
-        self._insert(waiting, [i for i, _ in some], [row for _, row in some])
+        here = [row for _, row in some]
+        group = rows.Joining(waiting, [i for i, _ in some], here)
+        joining = self._seat(joining, group)
+    self._insert(joining)
 
-  def _insert(
-    self, waiting: rows.Waiting, at: list[int], begun: list[rows.Row]
-  ) -> None:
-    """Puts completions that share a tag into rows of one part."""
-    width = self._size.group
-    place = begun[0].member // width if begun else 0
-    tag = waiting.tag_at(place)
-    for index, row in zip(at, begun, strict=True):
-      row.tag, row.age, row.used = tag, self._begun, 0
-      row.scored = row.scored or waiting.scored
+  def _seat(
+    self, joining: list[rows.Joining], group: rows.Joining
+  ) -> list[rows.Joining]:
+    """Has a group take its rows; returns those that are still to insert."""
+    for index, row in zip(group.at, group.rows, strict=True):
+      row.tag, row.age, row.used = group.tag(self._size), self._begun, 0
+      row.scored = row.scored or group.waiting.scored
       self._begun += 1
       self._rows[index] = row
-    inserted = steps.rows_for(
-      [row.uid for row in begun],
-      waiting.request.sampling,
-      width=width,
-      begun=[row.tokens for row in begun],
-      num_forced=self._cfg.max_tokens,
-      tag=tag,
-      members=[row.member for row in begun],
-    )
-    nowhere = [len(self._rows)] * (width - len(at))
-    target = np.array(at + nowhere, np.int32)
-    source = np.array(waiting.source, np.int32)
+    if joining and not group.fits(joining):
+      self._insert(joining)
+      joining = []
+    return [*joining, group]
+
+  def _insert(self, joining: Sequence[rows.Joining]) -> None:
+    """Puts groups of one prefix into their rows, in one call."""
+    if not joining:
+      return
+    inserted = rows.inserted(joining, self._size, self._cfg.max_tokens)
     with self._dispatch:
       self._state = self._steps.insert(
-        waiting.prefix, self._allocated(), source, target, inserted
+        joining[0].waiting.prefix, self._allocated(), *inserted
       )
 
   def _cancel(self, at: list[int]) -> None:

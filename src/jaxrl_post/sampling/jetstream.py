@@ -270,8 +270,8 @@ class Engine:
       tag=decode_state.inserted % (2**32 - 1) + 1,
     )
     begin = slot * self._group_size
-    at = np.arange(begin, begin + self._group_size, dtype=np.int32)
-    source = np.array(0, np.int32)
+    at = np.arange(begin, begin + self._group_size, dtype=np.int32)[None]
+    source = np.zeros(1, np.int32)
     with self._dispatch:
       state = self._steps.insert(prefix, decode_state.state, source, at, rows)
     return Decoding(state=state, inserted=decode_state.inserted + 1)

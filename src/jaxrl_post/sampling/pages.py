@@ -299,52 +299,66 @@ def _release(t: Table, ended: jax.Array) -> Table:
 
 def join(
   table: Table,
-  at: Int[Array, " G"],
-  member: Int[Array, " G"],
-  tag: UInt32[Array, ""],
-  length: Int[Array, ""],
+  at: Int[Array, "N G"],
+  member: Int[Array, "N G"],
+  tag: UInt32[Array, " N"],
+  length: Int[Array, " N"],
   *,
   page: int,
-) -> tuple[Table, Int[Array, "D U"]]:
-  """Puts rows into a group, in each part that has some of them.
+) -> tuple[Table, Int[Array, "D N U"]]:
+  """Puts rows into groups, in each part that has some of them.
 
   Args:
     table: what there is; the rows have nothing in it, see `release`.
-    at: rows, numbered through all parts.
+    at: rows of each group, numbered through all parts.
     member: which of the group each of them is, in [0, G).
-    tag: of the group, not 0; rows join the one of that tag, if it is there.
-    length: tokens of its prompt.
+    tag: of the groups, not 0, none twice; rows join the one of that tag, if it
+      is there.
+    length: tokens of their prompts.
     page: positions of a page.
 
   Returns:
-    The table, and the pages of the prompt in each part. There must be enough.
+    The table, and the pages of the prompts in each part. There must be enough.
   """
   num_rows = table.start.shape[1]
   part = jnp.arange(table.start.shape[0])
-  local = at - part[:, None] * num_rows
+  local = at - part[:, None, None] * num_rows
   local = jnp.where((local >= 0) & (local < num_rows), local, num_rows)
   shared = length - 1
 
   def one(t: Table, mine: jax.Array) -> tuple[Table, jax.Array]:
-    some = jnp.any(mine < num_rows)
-    known = jnp.any(t.tag == tag)
-    group = jnp.argmax(jnp.where(known, t.tag == tag, t.tag == 0))
-    group = jnp.where(some, group, t.tag.shape[0])
+    (num_groups, num_places), none = t.prompt.shape, t.prompt_free.shape[0]
+    some = jnp.any(mine < num_rows, axis=1)
+    same = t.tag == tag[:, None]
+    known = jnp.any(same, axis=1)
+    new = some & ~known
+    # The first new group takes the first place that is free, and so on.
+    spare = jnp.nonzero(t.tag == 0, size=tag.shape[0], fill_value=num_groups)
+    group = jnp.where(
+      known, jnp.argmax(same, axis=1), spare[0][jnp.cumsum(new) - 1]
+    )
+    group = jnp.where(some, group, num_groups)
     place = jnp.where(mine < num_rows, member, t.rows.shape[1])
-    order = jnp.arange(t.prompt.shape[1])
-    wanted = some & ~known & (order * page < shared)
+    pages = jnp.arange(num_places) * page < shared[:, None]
+    wanted = (new[:, None] & pages).reshape(-1)
     taken, num_left = _take(t.prompt_free, t.num_prompt_free, wanted)
+    taken = taken.reshape(-1, num_places)
+    known = known[:, None]
     taken = jnp.where(known, t.prompt.at[group].get(mode="clip"), taken)
-    taken = jnp.where(some, taken, t.prompt_free.shape[0])
+    taken = jnp.where(some[:, None], taken, none)
+
+    def for_rows(of_group: jax.Array) -> jax.Array:
+      return jnp.broadcast_to(of_group[:, None], mine.shape)
+
     return dataclasses.replace(
       t,
-      start=t.start.at[mine].set(shared, mode="drop"),
-      group=t.group.at[mine].set(group, mode="drop"),
+      start=t.start.at[mine].set(for_rows(shared), mode="drop"),
+      group=t.group.at[mine].set(for_rows(group), mode="drop"),
       member=t.member.at[mine].set(member, mode="drop"),
       tag=t.tag.at[group].set(tag, mode="drop"),
       prompt=t.prompt.at[group].set(taken, mode="drop"),
       length=t.length.at[group].set(shared, mode="drop"),
-      rows=t.rows.at[group, place].set(mine, mode="drop"),
+      rows=t.rows.at[for_rows(group), place].set(mine, mode="drop"),
       num_prompt_free=num_left,
     ), taken
 
@@ -353,29 +367,28 @@ def join(
 
 def fill(
   pool: Pool,
-  at: Int[Array, "D U"],
-  k: Float[Array, "T K H"],
-  v: Float[Array, "T K H"],
+  at: Int[Array, "D N U"],
+  k: Float[Array, "N T K H"],
+  v: Float[Array, "N T K H"],
 ) -> Pool:
-  """Writes a prompt into its pages.
+  """Writes prompts into their pages.
 
   Args:
     pool: of prompts, of one layer.
     at: pages, from `join`.
-    k: keys of the prompt, quantized here if the pool is; what lies beyond its
-      length is never read.
+    k: keys of the prompts, quantized here if the pool is; what lies beyond
+      their length is never read.
     v: values, likewise.
   """
-  page, most = pool.v.shape[3], at.shape[1]
+  page, (_, num, most) = pool.v.shape[3], at.shape
   size = most * page
-  k, v = (
-    jnp.pad(x[:size], ((0, max(0, size - x.shape[0])), (0, 0), (0, 0))).reshape(
-      most, page, *x.shape[1:]
-    )
-    for x in (k, v)
-  )
 
-  (k, k_scale), (v, v_scale) = _as_stored(k, pool), _as_stored(v, pool)
+  def in_pages(x: jax.Array) -> jax.Array:
+    beyond = max(0, size - x.shape[1])
+    x = jnp.pad(x[:, :size], ((0, 0), (0, beyond), (0, 0), (0, 0)))
+    return x.reshape(num * most, page, *x.shape[2:])
+
+  (k, k_scale), (v, v_scale) = (_as_stored(in_pages(x), pool) for x in (k, v))
 
   def heads_first(scale: jax.Array | None) -> jax.Array | None:
     return None if scale is None else scale.swapaxes(1, 2)
@@ -388,7 +401,7 @@ def fill(
       _set(pool.v_scale, at, heads_first(v_scale)),
     )
 
-  return jax.vmap(one)(pool, at)
+  return jax.vmap(one)(pool, at.reshape(at.shape[0], -1))
 
 
 def advance(

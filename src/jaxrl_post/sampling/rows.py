@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -9,8 +10,8 @@ import jax
 import numpy as np
 
 from jaxrl_post import types
+from jaxrl_post.sampling import pages, steps, stop_strings
 from jaxrl_post.sampling import prefix as prefixes
-from jaxrl_post.sampling import steps, stop_strings
 
 # Token ids to text.
 Decode: TypeAlias = Callable[[Sequence[int]], str]
@@ -22,21 +23,38 @@ class Made:
   def __init__(self, block: steps.Block, version: int) -> None:
     """Begins the copy of what rows read later."""
     self.version = version
-    self._arrays: Any = dict(
-      tokens=block.tokens,
-      logprobs=block.logprobs,
-      valid=block.valid,
-      top_ids=block.top_ids,
-      top_logprobs=block.top_logprobs,
-    )
-    for array in self._arrays.values():
+    arrays = (block.tokens, block.logprobs, block.valid)
+    # Most blocks have no most probable tokens to report.
+    if block.top_ids.shape[2]:
+      arrays += (block.top_ids, block.top_logprobs)
+    self._arrays = arrays
+    for array in arrays:
       array.copy_to_host_async()
 
-  def read(self, index: int) -> dict[str, Any]:
-    """Returns what a row has made in it, as lists; waits for the copy."""
-    self._arrays = jax.device_get(self._arrays)
-    valid = self._arrays["valid"][index]
-    return {k: x[index][valid].tolist() for k, x in self._arrays.items()}
+  def read(self, index: int) -> tuple[list, ...]:
+    """Returns what a row has made in it; waits for the copy.
+
+    Returns:
+      Tokens and their log-probabilities; then ids and log-probabilities of the
+      most probable ones in each place, if there are any.
+    """
+    begin, end = self._places[index]
+    return tuple(array[index][begin:end] for array in self._lists)
+
+  @functools.cached_property
+  def _host(self) -> Any:
+    return jax.device_get(self._arrays)
+
+  @functools.cached_property
+  def _lists(self) -> tuple[list, ...]:
+    return tuple(x.tolist() for i, x in enumerate(self._host) if i != 2)
+
+  @functools.cached_property
+  def _places(self) -> list[tuple[int, int]]:
+    """Returns where the tokens of each row begin and end: they are one run."""
+    valid = self._host[2]
+    begin, count = valid.argmax(axis=1), valid.sum(axis=1)
+    return list(zip(begin.tolist(), (begin + count).tolist(), strict=True))
 
 
 class Scored:
@@ -96,14 +114,12 @@ class Row:
   def read(self) -> None:
     """Takes what it has made from the blocks it has been through."""
     for made, index in self.unread:
-      part = made.read(index)
-      self.tokens += part["tokens"]
-      self.logprobs += part["logprobs"]
-      self.versions += [made.version] * len(part["tokens"])
-      for ids, logprobs in zip(
-        part["top_ids"], part["top_logprobs"], strict=True
-      ):
-        self.top.append(tuple(zip(ids, logprobs, strict=True)))
+      tokens, logprobs, *most = made.read(index)
+      self.tokens += tokens
+      self.logprobs += logprobs
+      self.versions += [made.version] * len(tokens)
+      for ids, scores in zip(*most, strict=True):
+        self.top.append(tuple(zip(ids, scores, strict=True)))
     self.unread.clear()
 
   def stop(self, decode: Decode | None) -> bool:
@@ -213,6 +229,73 @@ class Waiting:
       )
       # What puts prefixes into the cache is compiled for those without.
       self.prefix = dataclasses.replace(prefix, scores=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Joining:
+  """Completions of one prompt that go into rows together.
+
+  Attributes:
+    waiting: the prompt, all of it read.
+    at: rows of the engine.
+    rows: completions that share a place in the cache, one for each.
+  """
+
+  waiting: Waiting
+  at: list[int]
+  rows: list[Row]
+
+  def tag(self, size: pages.Sizes) -> int:
+    """Returns the tag of these rows."""
+    first = self.rows[0].member if self.rows else 0
+    return self.waiting.tag_at(first // size.group)
+
+  def fits(self, others: Sequence["Joining"]) -> bool:
+    """Whether it goes into one call with others."""
+    prefix = others[0].waiting.prefix
+    assert prefix is not None
+    return (
+      self.waiting.prefix is prefix
+      and len(others) < len(prefix.length)
+      and self.rows[0].tag not in {other.rows[0].tag for other in others}
+    )
+
+
+def inserted(
+  joining: Sequence[Joining], size: pages.Sizes, num_forced: int
+) -> tuple[np.ndarray, np.ndarray, steps.Rows]:
+  """Returns what `steps.insert` takes after the state.
+
+  Args:
+    joining: groups of one prefix, see `Joining.fits`.
+    size: of the cache.
+    num_forced: most tokens that a completion is continued from.
+
+  Returns:
+    Sources, places and rows, filled up to as many groups as there are prompts.
+  """
+  prefix = joining[0].waiting.prefix
+  assert prefix is not None
+  num = len(prefix.length)
+  source = np.zeros(num, np.int32)
+  at = np.full((num, size.group), size.parts * size.rows, np.int32)
+  groups = []
+  for i, group in enumerate(joining):
+    source[i] = group.waiting.source
+    at[i, : len(group.at)] = group.at
+    groups.append(
+      steps.rows_for(
+        [row.uid for row in group.rows],
+        group.waiting.request.sampling,
+        width=size.group,
+        begun=[row.tokens for row in group.rows],
+        num_forced=num_forced,
+        tag=group.tag(size),
+        members=[row.member for row in group.rows],
+      )
+    )
+  groups += groups[:1] * (num - len(groups))  # Of no effect: in no row.
+  return source, at, jax.tree.map(lambda *x: np.concatenate(x), *groups)
 
 
 def check(

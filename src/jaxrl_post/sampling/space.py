@@ -7,7 +7,11 @@ from jaxrl_post.sampling import pages, rows
 
 
 class Space:
-  """What an engine's rows leave free, in each data-parallel part."""
+  """What an engine's rows leave free, in each data-parallel part.
+
+  Attributes:
+    is_ample: whether there are pages for whatever the rows do.
+  """
 
   def __init__(
     self,
@@ -27,6 +31,11 @@ class Space:
     """
     self._rows, self._size = taken, size
     self._block, self._max_tokens = block, max_tokens
+    # Nothing has to be counted where all rows have theirs at their longest.
+    self.is_ample = (
+      size.pages >= size.rows * size.row_pages
+      and size.pool_pages >= size.rows * size.prompt_pages
+    )
 
   def places(self, waiting: rows.Waiting) -> list[int]:
     """Returns idle rows for the next completions of a prompt, in one part.
@@ -44,6 +53,8 @@ class Space:
     )
     idle = [self._idle(part) for part in range(self._size.parts)]
     for part in sorted(range(self._size.parts), key=lambda p: -len(idle[p])):
+      if self.is_ample:
+        return idle[part][: len(together)]
       if self._prompt_need(waiting, part, first) > self.prompt_free(part):
         continue
       left, count = self.free(part) - self.need(part), 0

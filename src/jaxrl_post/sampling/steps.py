@@ -197,18 +197,19 @@ def empty(
 def insert(
   prefix: prefixes.Prefix,
   state: DecodeState,
-  source: Int[Array, ""],
-  at: Int[Array, " G"],
+  source: Int[Array, " N"],
+  at: Int[Array, "N G"],
   rows: Rows,
 ) -> DecodeState:
-  """Starts completions of one prompt in some rows.
+  """Starts completions of some prompts in some rows.
 
   Args:
     prefix: from `prefill`.
     state: donate it; nothing else holds the cache.
-    source: which prompt of the prefix.
-    at: rows to fill; an index past the last row is left out.
-    rows: what to sample in each of them.
+    source: which prompt of the prefix each group has.
+    at: rows to fill, of each group; an index past the last row is left out.
+    rows: what to sample in each of them, in the order of `at`; no two groups
+      that have rows have one tag.
 
   Returns:
     The state with those rows active at the end of their prompt, whatever was in
@@ -217,13 +218,15 @@ def insert(
   page = state.own[0].v.shape[3]
   ended = jnp.zeros(state.active.shape, bool).at[at].set(True, mode="drop")
   table = paging.release(state.table, ended.reshape(state.table.start.shape))
-  member = rows.member % table.rows.shape[2]
-  table, pages = paging.join(
-    table, at, member, rows.tag[0], prefix.length[source], page=page
-  )
+  member = (rows.member % table.rows.shape[2]).reshape(at.shape)
+  tag, length = rows.tag.reshape(at.shape)[:, 0], prefix.length[source]
+  table, pages = paging.join(table, at, member, tag, length, page=page)
 
   def put(x: jax.Array, value: Any) -> jax.Array:
-    return x.at[at].set(value, mode="drop")
+    return x.at[at.reshape(-1)].set(value, mode="drop")
+
+  def each(of_group: jax.Array) -> jax.Array:
+    return jnp.repeat(of_group, at.shape[1])
 
   return DecodeState(
     own=state.own,
@@ -234,8 +237,8 @@ def insert(
     table=table,
     # The last prompt token is fed again by the first decode step, which thus
     # samples every token of a completion in the same program.
-    token=put(state.token, prefix.last_token[source]),
-    position=put(state.position, prefix.length[source] - 1),
+    token=put(state.token, each(prefix.last_token[source])),
+    position=put(state.position, each(length - 1)),
     active=put(state.active, True),
     rows=jax.tree.map(put, state.rows, rows),
   )
