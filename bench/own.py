@@ -26,6 +26,7 @@ from jaxrl_post.placement import generator
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.runtime import clock
 from jaxrl_post.sampling import engine as engines
+from jaxrl_post.sampling import programs
 
 _SQUARE = 2048
 _READ_BYTES = 256 << 20
@@ -65,10 +66,10 @@ class Own:
   decoder: decoders.Decoder
   mesh: jax.sharding.Mesh
   cfg: engines.Sampling
-  steps: engines.Steps
+  steps: programs.Steps
   policy: types.Policy
 
-  def engine(self, steps: engines.Steps) -> engines.Engine:
+  def engine(self, steps: programs.Steps) -> engines.Engine:
     """Returns an engine over compiled steps; its completions are the same."""
     build = generator.build(
       steps,

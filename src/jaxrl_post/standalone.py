@@ -17,6 +17,7 @@ from jaxrl_post.models import quantize, transformer, weights
 from jaxrl_post.placement import generator
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import engine as engines
+from jaxrl_post.sampling import programs
 
 # Settings of an engine that a run has other uses for, or `load` names itself.
 _OTHERS = ("temperature", "in_flight", "max_tokens")
@@ -56,7 +57,7 @@ class Sampler:
     self,
     policy: types.Policy,
     tokenizer: tokenizers.Tokenizer,
-    steps: engines.Steps,
+    steps: programs.Steps,
     cfg: engines.Sampling,
     *,
     mesh: jax.sharding.Mesh,

@@ -261,7 +261,7 @@ class Partial:
     uid: as asked for.
     tokens: the ids so far; may be empty.
     logprobs: of each token, as in `Completion`.
-    versions: policy version that made each token.
+    versions: policy version that made each token; -1 where none did.
   """
 
   uid: int
@@ -280,13 +280,20 @@ class Request:
       source of randomness of a token.
     sampling: how to sample each of them.
     begun: completions that go on from these tokens; all others start at the
-      end of the prompt.
+      end of the prompt. A turn that ended goes on behind tokens that the policy
+      did not sample, as of a tool's answer: those have version -1.
+    hold: keep a completion in the cache when it ends, for a request of the same
+      prompt that goes on from it (`begun`), which then reads the new tokens
+      only. Without that, or when others needed the memory, the same tokens come
+      out of more work. `max_tokens` and `min_tokens` count all tokens of a
+      completion, those of other turns and of tools too.
   """
 
   prompt: tuple[int, ...]
   uids: tuple[int, ...]
   sampling: SamplingParams
   begun: tuple[Partial, ...] = ()
+  hold: bool = False
 
 
 @host_record
@@ -297,8 +304,9 @@ class Completion:
     uid: as asked for.
     tokens: the ids, the stop token included.
     logprobs: of each token, in nats, under the temperature-scaled
-      distribution over the whole vocabulary.
-    versions: policy version that made each token.
+      distribution over the whole vocabulary; as it was given where no policy
+      made it.
+    versions: policy version that made each token; -1 where none did.
     finish: "stop" by a stop token or a stop string, "length" by the limit.
     top_logprobs: ids and log-probabilities of the most probable tokens in each
       place, the most probable first; empty in the places of tokens that were

@@ -286,7 +286,7 @@ def _damaged(**changes):
     (lambda: [_damaged(versions=())], r"got \[4, 4, 0\]"),
     (lambda: [_damaged(tokens=(1, 64, 2, -1))], r"\[0, 64\), got \[64, -1\]"),
     (lambda: [_first(_whole()[10], _LENGTH)], "at most 11 tokens, got 12"),
-    (lambda: [_damaged(tokens=(1, 2, 63, 3))], r"no stop token, got \[63\]"),
+    (lambda: [_damaged(tokens=(1, 2, 63, 3))], r"no stop token in its last turn, got \[63\]"),
   ],
 )
 def test_what_the_request_cannot_have_begun_is_refused(begun, expected):

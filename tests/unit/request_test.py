@@ -180,7 +180,7 @@ def test_continued_completions_stop_where_they_would_have(least):
   )
   assert (made.tokens, made.finish) == (free.tokens[:end], "stop")
   with pytest.raises(
-    types.RunError, match=f"no stop string, got one up to token {end - 1}"
+    types.RunError, match=f"no stop string in it, got one up to token {end - 1}"
   ):
     engine.add(_request([0], begun=[_begun(free, end)], **asked))
   # Where it was passed over, it still is.

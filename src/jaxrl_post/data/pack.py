@@ -25,8 +25,9 @@ def pack(
       version among its tokens.
 
   Returns:
-    A batch of NumPy arrays. The mask is 1 on exactly the completion tokens,
-    the stop token included, whatever their values; with `mask_stale_tokens` 0
+    A batch of NumPy arrays. The mask is 1 on exactly the completion tokens
+    that a policy sampled, the stop token included, whatever their values, and
+    0 on those of version -1, as of a tool; with `mask_stale_tokens` also 0
     on those that an older version sampled than the newest of their rollout,
     which stay as context and keep log-probability and version. Rows beyond
     the rollouts are empty: no segment, no mask, no reward.
@@ -54,7 +55,8 @@ def pack(
     segments[row, :end] = 1
     newest = max(completion.versions, default=0)
     mask[row, start:end] = [
-      not mask_stale_tokens or v == newest for v in completion.versions
+      v >= 0 and (v == newest or not mask_stale_tokens)
+      for v in completion.versions
     ]
     logprobs[row, start:end] = completion.logprobs
     versions[row, start:end] = completion.versions

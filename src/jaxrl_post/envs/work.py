@@ -366,7 +366,7 @@ class Work:
     batch with these weights is theirs.
     """
     counts: dict[int, int] = {}
-    for version in completion.versions:
+    for version in (v for v in completion.versions if v >= 0):
       step = self._steps[version]
       counts[step] = counts.get(step, 0) + 1
     return counts

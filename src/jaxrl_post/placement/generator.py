@@ -13,7 +13,7 @@ from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import transformer
 from jaxrl_post.placement import mesh as meshes
-from jaxrl_post.sampling import attention, page_kernel, steps
+from jaxrl_post.sampling import attention, page_kernel, programs, steps
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import pages as paging
 from jaxrl_post.sampling import prefix as prefixes
@@ -39,7 +39,7 @@ def compiled(
   cfg: engines.Sampling,
   max_prompt: int,
   group: int,
-) -> engines.Steps:
+) -> programs.Steps:
   """Places the steps of sampling.
 
   Args:
@@ -138,7 +138,7 @@ def compiled(
     k=prompts, v=prompts, last_token=whole, length=whole, scores=whole
   )
   read = prefixes.Prefix(**held)
-  return engines.Steps(
+  return programs.Steps(
     size=size,
     empty=jax.jit(empty, out_shardings=shardings),
     layout=jax.jit(transformer.unstack) if copies else lambda params: params,
@@ -146,12 +146,13 @@ def compiled(
     extend=jax.jit(extend, donate_argnums=1, out_shardings=read),
     insert=jax.jit(steps.insert, donate_argnums=1, out_shardings=shardings),
     decode=jax.jit(decode, donate_argnums=1, out_shardings=(shardings, whole)),
-    cancel=jax.jit(steps.cancel, donate_argnums=0, out_shardings=shardings),
+    cut=jax.jit(steps.cut, donate_argnums=0, out_shardings=shardings),
+    resume=jax.jit(steps.resume, donate_argnums=0, out_shardings=shardings),
   )
 
 
 def build(
-  shared: engines.Steps,
+  shared: programs.Steps,
   mesh: jax.sharding.Mesh,
   *,
   cfg: engines.Sampling,

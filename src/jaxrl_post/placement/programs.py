@@ -25,6 +25,7 @@ from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.placement import publish as publishing
 from jaxrl_post.placement import trainer as trainers
 from jaxrl_post.sampling import engine as engines
+from jaxrl_post.sampling import programs as sampling_programs
 from jaxrl_post.training import optim
 
 _Lock: TypeAlias = contextlib.AbstractContextManager[Any]
@@ -53,7 +54,7 @@ class Programs:
   trainer: Callable[[types.Algorithm, optim.Optim, int], trainers.Trainer]
   draw: Callable[[], types.Tree]
   publisher: publishing.Publisher
-  steps: engines.Steps | None
+  steps: sampling_programs.Steps | None
   engine: Callable[[jax.Array], engines.Engine] | None
   engine_rows: int
   free_first: bool

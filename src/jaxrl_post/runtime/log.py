@@ -152,7 +152,7 @@ def _group_text(step: int, group: types.Group) -> str:
 
 def _about(rollout: types.Rollout) -> list[str]:
   completion = rollout.completion
-  versions = sorted({*completion.versions})
+  versions = sorted({*completion.versions} - {-1})
   span = f"{versions[0]} to {versions[-1]}" if versions else "none"
   facts = [
     f"uid {completion.uid}",

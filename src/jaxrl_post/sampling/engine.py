@@ -14,15 +14,14 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.sampling import pages, reader, rows, space, steps
-from jaxrl_post.sampling import prefix as prefixes
+from jaxrl_post.sampling import programs, reader, rows, space, steps
 
 # Below it, logits divided by the temperature leave float32.
 _COLDEST = 0.01
@@ -113,61 +112,12 @@ class Sampling:
     return self.dtype == "int8_cache"
 
 
-@dataclasses.dataclass(frozen=True)
-class Steps:
-  """The compiled steps of one engine, as a placement provides them.
-
-  Attributes:
-    size: of the cache.
-    empty: see `steps`.
-    layout: weights as `decode` reads them best.
-    prefill: of parameters, tokens, lengths and the bucket, and temperatures
-      where the prompts' tokens are scored.
-    extend: see `steps`, likewise the next two.
-    insert: donates the state.
-    decode: donates the state; of laid out weights.
-    cancel: donates the state.
-  """
-
-  size: pages.Sizes
-  empty: Callable[[], steps.DecodeState]
-  layout: Callable[[types.Tree], types.Tree]
-  prefill: Callable[..., prefixes.Prefix]
-  extend: Callable[..., prefixes.Prefix]
-  insert: Callable[..., steps.DecodeState]
-  decode: Callable[
-    [types.Tree, steps.DecodeState, jax.Array],
-    tuple[steps.DecodeState, steps.Block],
-  ]
-  cancel: Callable[[steps.DecodeState, Any], steps.DecodeState]
-
-
-class LaidOut:
-  """The newest weights as `decode` reads them, made once for each tree."""
-
-  def __init__(self, layout: Callable[[types.Tree], types.Tree]) -> None:
-    """Holds nothing yet."""
-    self._layout = layout
-    self._last: tuple[types.Tree, types.Tree] | None = None
-
-  def of(self, params: types.Tree) -> types.Tree:
-    """Returns the weights laid out; those before are dropped first."""
-    if self._last is None or self._last[0] is not params:
-      self.drop()
-      self._last = params, self._layout(params)
-    return self._last[1]
-
-  def drop(self) -> None:
-    """Holds nothing any more."""
-    self._last = None
-
-
 class Engine:
   """Turns requests into completions, a block at a time."""
 
   def __init__(
     self,
-    compiled: Steps,
+    compiled: programs.Steps,
     cfg: Sampling,
     *,
     max_prompt: int,
@@ -214,22 +164,22 @@ class Engine:
     )
     self._waiting: collections.deque[rows.Waiting] = collections.deque()
     self._version: int | None = None
-    self._weights = LaidOut(compiled.layout)
+    self._weights = programs.LaidOut(compiled.layout)
     self._crowded = False
     self._begun = 0
     self._decoded, self._decode_s = 0, 0.0
-    self._held = False  # Whether there is a cache, or was when a launch failed.
+    self._has_cache = False  # Even if a launch has lost it.
 
   @property
   def room(self) -> int:
-    """Rows that no completion has, or waits for."""
-    taken = sum(row is not None for row in self._rows)
-    return len(self._rows) - taken - sum(len(w.rows) for w in self._waiting)
+    """Rows that no completion has, or waits for; one that is held has none."""
+    waiting = sum(len(w.rows) for w in self._waiting)
+    return len(self._rows) - len(self._running()) - waiting
 
   @property
   def busy(self) -> bool:
     """Whether a step would make tokens."""
-    return bool(self._waiting) or any(self._rows)
+    return bool(self._waiting or self._running())
 
   def check(self, request: types.Request) -> None:
     """Refuses a request that `add` would refuse; queues nothing.
@@ -277,7 +227,7 @@ class Engine:
       Those that have a token, in a row or waiting for one. A request of the
       same prompt, uids and sampling that has them in `begun` continues them.
     """
-    half = [row for row in self._rows if row is not None]
+    half = [row for _, row in self._running()]
     for row in half:
       row.read()
     half += [row for waiting in self._waiting for row in waiting.rows]
@@ -298,7 +248,8 @@ class Engine:
     for prefix in self._reader.warm_up(params):
       waiting = rows.Waiting(nobody, rows.rows_of(nobody), prefix)
       self._insert([rows.Joining(waiting, [], [])])
-    self._cancel([])
+    self._cut({0: -1})
+    self._resume_rows([])
     self._decode(params)
 
   def step(self, params: types.Tree, version: int) -> list[types.Completion]:
@@ -316,6 +267,8 @@ class Engine:
       # A prompt read by older weights would be in tokens stamped with newer.
       for waiting in self._waiting:
         waiting.prefix, waiting.begin = None, 0
+      if self._cfg.in_flight != "keep":
+        self._cut({i: 0 for i, _ in self._held()})
       if self._cfg.in_flight == "recompute":
         self._rebuild(params)
       self._version = version
@@ -325,54 +278,59 @@ class Engine:
     self._reader.wait()  # So that either's time is its own.
     begun = time.monotonic()
     made = rows.Made(block, version)
-    for row in self._rows:  # What the host has to do, while devices work.
-      if row is not None:
-        row.read()
+    for _, row in self._running():  # What can be done while devices work.
+      row.read()
     active, used = jax.device_get((block.active, block.made))
     self._decode_s += time.monotonic() - begun
     done = self._settle(active, used, made)
     if not self.busy:
       self._weights.drop()  # Whoever brings newer ones may free them.
       if self._free_idle:
-        self._state, self._held = None, False
+        self._state, self._has_cache = None, False
+        self._rows[:] = [None] * len(self._rows)
     return done
 
   def _settle(
     self, active: np.ndarray, used: np.ndarray, made: rows.Made
   ) -> list[types.Completion]:
     """Takes out what has ended in a block, by itself or a stop string."""
-    done, cut = [], []
-    for index, row in enumerate(self._rows):
-      if row is None:
-        continue
+    done, cut = [], {}
+    for _, row in self._held():
+      row.waited += self._cfg.block
+    for index, row in self._running():
       row.unread.append((made, index))
       self._decoded += int(used[index]) - row.used
       row.used = int(used[index])
       stopped = row.stop(self._text)
       if active[index] and not stopped:
         continue
-      if active[index]:
-        cut.append(index)
       row.read()
       done.append(row.finished())
-      self._rows[index] = None
-    if cut:
-      self._cancel(cut)
+      row.held, hold = True, row.request.hold
+      row.used = len(row.tokens)
+      if active[index]:
+        cut[index] = row.used if hold else 0
+      if not hold:
+        self._rows[index] = None
+    self._cut(cut)
     self._crowded = self._crowded and not done
     return done
 
   def _refill(self, params: types.Tree) -> None:
     """Fills idle rows, as far as prompts are read and there are pages."""
+    self._resume()
     joining: list[rows.Joining] = []
-    while self._waiting and None in self._rows:
+    while self._waiting and (None in self._rows or self._let_go()):
       first = self._waiting[0]
       if not first.ready:
         self._reader.read(params, first, self._waiting, self._size.group)
-        if not first.ready and any(self._rows):
+        if not first.ready and self._running():
           break  # The next chunk after a block of the others.
         continue
       at = [] if self._crowded else self._space.places(first)
       if not at:
+        if self._let_go():
+          continue
         break
       begun = [first.rows.popleft() for _ in at]
       joining = self._seat(joining, rows.Joining(first, at, begun))
@@ -380,22 +338,61 @@ class Engine:
         self._waiting.popleft()
     self._insert(joining)
 
+  def _resume(self) -> None:
+    """Has held rows go on where a request continues them."""
+    held = {row.uid: (index, row) for index, row in self._held()}
+    going: list[tuple[int, rows.Row]] = []
+    stale = {}
+    for waiting in self._waiting if held else ():
+      for row in [row for row in waiting.rows if row.uid in held]:
+        index, old = held[row.uid]
+        if not row.continues(old):
+          stale[index] = 0
+          continue
+        waiting.rows.remove(row)
+        row.tag, row.age, row.used = old.tag, old.age, old.used
+        row.scored = old.scored
+        self._rows[index] = row
+        going.append((index, row))
+    self._cut(stale)
+    if going:
+      self._waiting = collections.deque(w for w in self._waiting if w.rows)
+      self._resume_rows(going)
+
+  def _resume_rows(self, going: Sequence[tuple[int, rows.Row]]) -> None:
+    at, inserted = rows.resumed(going, self._size, self._cfg.max_tokens)
+    with self._dispatch:
+      self._state = self._steps.resume(self._allocated(), at, inserted)
+
+  def _let_go(self) -> bool:
+    """Frees held rows for those that wait; returns whether there were some."""
+    held = sorted(self._held(), key=lambda pair: pair[1].age)
+    wanted = sum(len(waiting.rows) for waiting in self._waiting)
+    out = [index for index, row in held if row.is_due][:wanted]
+    if not out and not self._running():
+      out = [index for index, _ in held][:wanted]
+    self._cut(dict.fromkeys(out, 0))
+    return bool(out)
+
+  def _running(self) -> list[tuple[int, rows.Row]]:
+    return [(i, r) for i, r in enumerate(self._rows) if r and not r.held]
+
+  def _held(self) -> list[tuple[int, rows.Row]]:
+    return [(i, r) for i, r in enumerate(self._rows) if r and r.held]
+
   def _make_room(self) -> None:
     """Has the youngest rows wait until the others have pages for a block."""
     if self._space.is_ample:
       return
-    out = []
     for part in range(self._size.parts):
       while self._space.need(part) > self._space.free(part):
-        row = max(self._space.taken(part), key=lambda row: row.age)
-        index = self._rows.index(row)
-        row.read()
-        self._rows[index] = None
-        out.append(index)
-        self._put_back(row)
-    if out:
-      self._crowded = True
-      self._cancel(out)
+        # What is only held goes first.
+        row = max(self._space.taken(part), key=lambda row: (row.held, row.age))
+        if not row.held:
+          self._crowded = True
+          row.read()
+          self._put_back(row)
+        self._cut({self._rows.index(row): 0})
 
   def _put_back(self, row: rows.Row) -> None:
     """Has a row wait before all others, with those of its prompt."""
@@ -407,28 +404,26 @@ class Engine:
 
   def _rebuild(self, params: types.Tree) -> None:
     """Starts every row again where it is, to read what it has made."""
-    groups: dict[int, list[int]] = {}
-    for index, row in enumerate(self._rows):
-      if row is not None:
-        groups.setdefault(id(row.request), []).append(index)
-    begun = []
-    for at in groups.values():
-      here = [row for row in (self._rows[i] for i in at) if row is not None]
-      for row in here:
-        row.read()
-      begun.append(rows.Waiting(here[0].request, collections.deque(here)))
-    self._cancel([i for at in groups.values() for i in at])
+    groups: dict[int, list[tuple[int, rows.Row]]] = {}
+    for index, row in self._running():
+      row.read()
+      groups.setdefault(id(row.request), []).append((index, row))
+    begun = [
+      rows.Waiting(here[0][1].request, collections.deque(r for _, r in here))
+      for here in groups.values()
+    ]
+    self._cut({i: 0 for here in groups.values() for i, _ in here})
     joining: list[rows.Joining] = []
-    for waiting, at in zip(begun, groups.values(), strict=True):
+    for waiting, here in zip(begun, groups.values(), strict=True):
       while not waiting.ready:
         self._reader.read(params, waiting, begun, self._size.group)
       together: dict[tuple[int, int], list[tuple[int, rows.Row]]] = {}
-      for index, row in zip(at, waiting.rows, strict=True):
+      for index, row in here:
         part, place = index // self._size.rows, row.member // self._size.group
         together.setdefault((part, place), []).append((index, row))
       for some in together.values():
-        here = [row for _, row in some]
-        group = rows.Joining(waiting, [i for i, _ in some], here)
+        those = [row for _, row in some]
+        group = rows.Joining(waiting, [i for i, _ in some], those)
         joining = self._seat(joining, group)
     self._insert(joining)
 
@@ -456,12 +451,17 @@ class Engine:
         joining[0].waiting.prefix, self._allocated(), *inserted
       )
 
-  def _cancel(self, at: list[int]) -> None:
-    """Ends rows on the devices; their pages are free."""
-    ended = np.zeros(len(self._rows), bool)
-    ended[at] = True
+  def _cut(self, left: Mapping[int, int]) -> None:
+    """Ends rows on the devices, with so many tokens that remain of each."""
+    if not left:
+      return
+    every = np.full(len(self._rows), -1, np.int32)
+    for index, count in left.items():
+      every[index] = count
+      if not count:
+        self._rows[index] = None
     with self._dispatch:
-      self._state = self._steps.cancel(self._allocated(), ended)
+      self._state = self._steps.cut(self._allocated(), every)
 
   def _decode(self, params: types.Tree) -> steps.Block:
     with self._dispatch:
@@ -471,12 +471,12 @@ class Engine:
 
   def _allocated(self) -> steps.DecodeState:
     state, self._state = self._state, None  # The caller donates it.
-    if state is None and self._held:
+    if state is None and self._has_cache:
       raise types.RunError(
         "engine: expected the cache of the rows in flight, got none: a launch "
         "has failed before. Make another engine."
       )
-    self._held = True
+    self._has_cache = True
     return self._steps.empty() if state is None else state
 
 

@@ -66,6 +66,8 @@ class Fleet:
     self._debts = [_Debt() for _ in members]
     self._waiting: collections.deque[types.Request] = collections.deque()
     self._done: dict[_Key, types.Completion] = {}
+    # Which member holds a completion for another turn, the last ones last.
+    self._homes: dict[_Key, int] = {}
     self._policy: types.Policy | None = None
     self._error: BaseException | None = None
     self._changed = threading.Condition(threading.RLock())
@@ -257,7 +259,14 @@ class Fleet:
     sizes = [len(debt.orders) for debt in self._debts]
     if not any(sizes):
       self._moved = time.monotonic()  # The wait begins now.
-    index = sizes.index(min(sizes))
+    keys = [(evaluation, uid) for uid in request.uids]
+    homes = [self._homes.pop(key) for key in keys if key in self._homes]
+    index = homes[0] if homes else sizes.index(min(sizes))
+    if request.hold:
+      self._homes |= dict.fromkeys(keys, index)
+      # No more than these can be held.
+      for key in list(self._homes)[: -self._rows * len(self._members)]:
+        del self._homes[key]
     for uid in request.uids:
       self._debts[index].orders[evaluation, uid] = order
     self._members[index].submit(order)

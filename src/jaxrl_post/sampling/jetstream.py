@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 from jaxrl_post import types
 from jaxrl_post.data import tokenizer as tokenizers
 from jaxrl_post.sampling import engine as engines
-from jaxrl_post.sampling import jetstream_package, reader, steps
+from jaxrl_post.sampling import jetstream_package, programs, reader, steps
 from jaxrl_post.sampling import prefix as prefixes
 
 # What JetStream pads prompts to; the largest prompt is one of them.
@@ -127,7 +127,7 @@ class Engine:
 
   def __init__(
     self,
-    compiled: engines.Steps,
+    compiled: programs.Steps,
     cfg: engines.Sampling,
     *,
     params: types.Tree,
@@ -174,7 +174,7 @@ class Engine:
     self._whole = jax.sharding.NamedSharding(mesh, jax.P())
     self._key = jax.device_put(key, self._whole)
     self._dispatch = dispatch
-    self._weights = engines.LaidOut(compiled.layout)
+    self._weights = programs.LaidOut(compiled.layout)
     self._columns = jax.jit(_columns, out_shardings=self._whole)
 
   def check_prompt(self, ids: Sequence[int]) -> None:

@@ -265,14 +265,13 @@ def release(table: Table, ended: Bool[Array, "D R"]) -> Table:
   Returns:
     The table without them.
   """
-  return jax.vmap(_release)(table, ended)
+  kept = jnp.where(ended, 0, table.pages.shape[2])
+  return jax.vmap(_leave)(trim(table, kept), ended)
 
 
-def _release(t: Table, ended: jax.Array) -> Table:
+def _leave(t: Table, ended: jax.Array) -> Table:
+  """Has rows leave their groups."""
   num_rows, num_groups = t.start.shape[0], t.tag.shape[0]
-  num_pages = t.owner.shape[0]
-  gone = jnp.where(ended[:, None], t.pages, num_pages).reshape(-1)
-  free, num_free = _give(t.free, t.num_free, gone)
   group = jnp.where(ended, num_groups, t.group)
   left = jnp.zeros(num_groups, jnp.int32).at[group].add(1, mode="drop") > 0
   none = t.prompt_free.shape[0]
@@ -283,10 +282,6 @@ def _release(t: Table, ended: jax.Array) -> Table:
   rows = rows.at[group, t.member].set(jnp.arange(num_rows), mode="drop")
   return dataclasses.replace(
     t,
-    pages=jnp.where(ended[:, None], num_pages, t.pages),
-    owner=t.owner.at[gone].set(num_rows, mode="drop"),
-    free=free,
-    num_free=num_free,
     group=group,
     tag=jnp.where(left, t.tag, 0),
     prompt=jnp.where(left[:, None], t.prompt, none),
@@ -295,6 +290,25 @@ def _release(t: Table, ended: jax.Array) -> Table:
     prompt_free=prompt_free,
     num_prompt_free=num_prompt_free,
   )
+
+
+def trim(table: Table, kept: Int[Array, "D R"]) -> Table:
+  """Gives back the pages of rows beyond so many of each."""
+
+  def one(t: Table, kept: jax.Array) -> Table:
+    num_rows, none = t.start.shape[0], t.owner.shape[0]
+    beyond = jnp.arange(t.pages.shape[1]) >= kept[:, None]
+    gone = jnp.where(beyond, t.pages, none).reshape(-1)
+    free, num_free = _give(t.free, t.num_free, gone)
+    return dataclasses.replace(
+      t,
+      pages=jnp.where(beyond, none, t.pages),
+      owner=t.owner.at[gone].set(num_rows, mode="drop"),
+      free=free,
+      num_free=num_free,
+    )
+
+  return jax.vmap(one)(table, kept)
 
 
 def join(

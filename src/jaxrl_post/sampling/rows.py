@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -89,9 +90,12 @@ class Row:
     age: how many were begun before it.
     used: positions of its own in the cache.
     unread: blocks it has been through whose tokens are not below yet.
+    turn: where its last turn began: behind the last token of no policy.
     looked: tokens that were looked at for stop strings.
     stopped: whether a stop string has ended it.
     scored: its prompt, as it was first read; None if not asked for.
+    held: whether it has ended and stays in the cache.
+    waited: how long it is held, in tokens that its row could have made.
   """
 
   uid: int
@@ -107,9 +111,12 @@ class Row:
     default_factory=list
   )
   unread: list[tuple[Made, int]] = dataclasses.field(default_factory=list)
+  turn: int = 0
   looked: int = 0
   stopped: bool = False
   scored: Scored | None = None
+  held: bool = False
+  waited: int = 0
 
   def read(self) -> None:
     """Takes what it has made from the blocks it has been through."""
@@ -137,7 +144,7 @@ class Row:
     self.read()
     start = max(self.looked, sampling.min_tokens)
     place = stop_strings.first_stop(
-      self.tokens, start, sampling.stop_strings, decode
+      self.tokens, start, sampling.stop_strings, decode, self.turn
     )
     self.looked = len(self.tokens)
     if place is None:
@@ -147,6 +154,26 @@ class Row:
       del made[len(made) - extra :]
     self.stopped = True
     return True
+
+  @property
+  def is_due(self) -> bool:
+    """Whether a held row was held for as long as it takes to make it again.
+
+    So whatever comes, holding it has cost at most twice of what would have been
+    best (Karlin et al. 1988, "Competitive snoopy caching").
+    """
+    return self.held and self.waited >= self.used
+
+  def continues(self, held: "Row") -> bool:
+    """Whether it goes on from what a held row has in the cache."""
+    now, then = self.request, held.request
+    return (
+      self.uid == held.uid
+      and now.prompt == then.prompt
+      and now.sampling.prompt_logprobs <= then.sampling.prompt_logprobs
+      and len(self.tokens) > len(held.tokens)
+      and self.tokens[: len(held.tokens)] == held.tokens
+    )
 
   def partial(self) -> types.Partial:
     """Returns what is read of it."""
@@ -174,6 +201,12 @@ class Row:
     )
 
 
+def turn_of(versions: Sequence[int]) -> int:
+  """Returns where the last turn begins in tokens of these versions."""
+  own = itertools.takewhile(lambda version: version >= 0, reversed(versions))
+  return len(versions) - sum(1 for _ in own)
+
+
 def rows_of(request: types.Request) -> collections.deque[Row]:
   """Returns the completions of a request as far as they are made."""
   begun = {partial.uid: partial for partial in request.begun}
@@ -185,7 +218,7 @@ def rows_of(request: types.Request) -> collections.deque[Row]:
       row.tokens += begun[row.uid].tokens
       row.logprobs += begun[row.uid].logprobs
       row.versions += begun[row.uid].versions
-      row.looked = len(row.tokens)
+      row.looked, row.turn = len(row.tokens), turn_of(row.versions)
   return rows
 
 
@@ -283,19 +316,59 @@ def inserted(
   for i, group in enumerate(joining):
     source[i] = group.waiting.source
     at[i, : len(group.at)] = group.at
+    request = group.waiting.request
     groups.append(
       steps.rows_for(
         [row.uid for row in group.rows],
-        group.waiting.request.sampling,
+        request.sampling,
         width=size.group,
         begun=[row.tokens for row in group.rows],
         num_forced=num_forced,
         tag=group.tag(size),
         members=[row.member for row in group.rows],
+        hold=request.hold,
       )
     )
   groups += groups[:1] * (num - len(groups))  # Of no effect: in no row.
   return source, at, jax.tree.map(lambda *x: np.concatenate(x), *groups)
+
+
+def resumed(
+  joining: Sequence[tuple[int, Row]], size: pages.Sizes, num_forced: int
+) -> tuple[np.ndarray, steps.Rows]:
+  """Returns what `steps.resume` takes after the state.
+
+  Args:
+    joining: held rows by their index, `used` of whose tokens are in the cache.
+    size: of the cache.
+    num_forced: most tokens that a completion is continued from.
+
+  Returns:
+    Places and rows, filled up to all rows.
+  """
+  count = size.parts * size.rows
+  at = np.full(count, count, np.int32)
+  at[: len(joining)] = [index for index, _ in joining]
+  alike = [
+    steps.rows_for(
+      [row.uid],
+      row.request.sampling,
+      begun=[row.tokens],
+      num_forced=num_forced,
+      tag=row.tag,
+      members=[row.member],
+      made=row.used,
+      hold=row.request.hold,
+    )
+    for _, row in joining
+  ]
+  idle = steps.rows_for(
+    [],
+    types.SamplingParams(),
+    width=count - len(joining),
+    num_forced=num_forced,
+  )
+  return at, jax.tree.map(lambda *x: np.concatenate(x), *alike, idle)
 
 
 def check(
@@ -378,12 +451,17 @@ def check_begun(
   for begun in request.begun:
     sizes = [len(x) for x in (begun.tokens, begun.logprobs, begun.versions)]
     bad = [t for t in begun.tokens if not 0 <= t < vocab_size]
-    stops = [t for t in begun.tokens if t in sampling.stop_ids]
+    turn = turn_of(begun.versions)
+    stops = [t for t in begun.tokens[turn:] if t in sampling.stop_ids]
     most = sampling.max_tokens - 1
     place = None
     if decode is not None and not bad:
       place = stop_strings.first_stop(
-        begun.tokens, sampling.min_tokens, sampling.stop_strings, decode
+        begun.tokens,
+        max(sampling.min_tokens, turn),
+        sampling.stop_strings,
+        decode,
+        turn,
       )
     rules = (
       (begun.uid in request.uids, f"a uid of {request.uids}", begun.uid),
@@ -391,8 +469,8 @@ def check_begun(
       (len({*sizes}) == 1, "as many log-probabilities and versions", sizes),
       (sizes[0] <= most, f"at most {most} tokens", sizes[0]),
       (not bad, f"tokens in [0, {vocab_size})", bad),
-      (not stops, "no stop token", stops),
-      (place is None, "no stop string", f"one up to token {place}"),
+      (not stops, "no stop token in its last turn", stops),
+      (place is None, "no stop string in it", f"one up to token {place}"),
     )
     for holds, rule, value in rules:
       if not holds:

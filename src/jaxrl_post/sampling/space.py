@@ -88,7 +88,7 @@ class Space:
   def need(self, part: int) -> int:
     """Returns the pages that rows take in the next block."""
     need = 0
-    for row in self.taken(part):
+    for row in (row for row in self.taken(part) if not row.held):
       end = min(row.used + self._block, row.request.sampling.max_tokens)
       need += self._pages_of(end) - self._pages_of(row.used)
     return need

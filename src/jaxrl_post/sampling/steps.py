@@ -1,4 +1,4 @@
-"""The engine's pure steps after the prompt: insert, decode, cancel.
+"""The engine's pure steps after the prompt: insert, decode, cut, resume.
 
 A group's prompt is prefilled once (`prefix`) and inserted once for all of its
 completions; `pages` has the cache. `decode` then makes a block of tokens for
@@ -47,6 +47,7 @@ class Rows:
     max_tokens: longest completion.
     made: tokens of the completion so far, those taken from `forced` included.
     forced: what the completion begins with, whatever is drawn; -1 beyond.
+    hold: whether its pages stay its own when it ends, see `resume`.
   """
 
   uid: UInt32[Array, " B"]
@@ -57,6 +58,7 @@ class Rows:
   max_tokens: Int[Array, " B"]
   made: Int[Array, " B"]
   forced: Int[Array, "B F"]
+  hold: Bool[Array, " B"]
 
 
 @types.record
@@ -115,6 +117,8 @@ def rows_for(
   num_forced: int = 0,
   tag: int = 0,
   members: Sequence[int] = (),
+  made: int = 0,
+  hold: bool = False,
 ) -> Rows:
   """Says what to sample in rows that are about to be filled.
 
@@ -129,6 +133,8 @@ def rows_for(
       inserted later with the same tag, and while a row of it is in the making,
       share the prompt of the first ones: same weights, same prompt.
     members: which rows of the group they are; empty for the first ones.
+    made: tokens of the completions that are in the cache, see `resume`.
+    hold: whether the rows keep their pages when they end.
 
   Returns:
     NumPy arrays; the step that takes them places them.
@@ -148,8 +154,9 @@ def rows_for(
     ),
     controls=pick.controls_for(sampling, width, MAX_IDS, MAX_IDS),
     max_tokens=np.full(width, sampling.max_tokens, np.int32),
-    made=np.zeros(width, np.int32),
+    made=np.full(width, made, np.int32),
     forced=forced,
+    hold=np.full(width, hold),
   )
   return Rows(**fields)
 
@@ -190,6 +197,7 @@ def empty(
       max_tokens=jnp.zeros(rows, jnp.int32),
       made=jnp.zeros(rows, jnp.int32),
       forced=jnp.full((rows, num_forced), -1, jnp.int32),
+      hold=jnp.zeros(rows, bool),
     ),
   )
 
@@ -244,13 +252,60 @@ def insert(
   )
 
 
-def cancel(state: DecodeState, ended: Bool[Array, " B"]) -> DecodeState:
-  """Ends rows before their time; returns the state with their pages free."""
-  table = state.table
+def cut(state: DecodeState, left: Int[Array, " B"]) -> DecodeState:
+  """Ends rows, whether they still sample or are held.
+
+  Args:
+    state: donate it.
+    left: tokens that remain of the completion of each row; the row holds their
+      pages, and is free where it is 0. Below 0 nothing happens to the row.
+
+  Returns:
+    The state with all other pages of theirs free.
+  """
+  page, parts = state.own[0].v.shape[3], state.table.start.shape
+  # Of the tokens of a row, the newest is not in the cache; before the first of
+  # them lies the last one of the prompt.
+  kept = jnp.where(left < 0, state.table.pages.shape[2], -(-left // page))
+  table = paging.trim(state.table, kept.reshape(parts))
+  rows = dataclasses.replace(
+    state.rows, hold=jnp.where(left < 0, state.rows.hold, left > 0)
+  )
   return dataclasses.replace(
     state,
-    table=paging.release(table, ended.reshape(table.start.shape)),
-    active=state.active & ~ended,
+    table=paging.release(table, (left == 0).reshape(parts)),
+    active=state.active & (left < 0),
+    rows=rows,
+  )
+
+
+def resume(state: DecodeState, at: Int[Array, " N"], rows: Rows) -> DecodeState:
+  """Has held rows sample again, behind further tokens.
+
+  Args:
+    state: donate it.
+    at: held rows; an index past the last row is left out.
+    rows: what to sample in each of them. `made` tokens are in the cache, as
+      `cut` or their end has left them; `forced` has those, and what the row
+      goes on from.
+
+  Returns:
+    The state with those rows active.
+  """
+  newest = jnp.take_along_axis(
+    rows.forced, rows.made[:, None] - 1, axis=1, mode="clip"
+  )[:, 0]
+  start = state.table.start.reshape(-1).at[at].get(mode="clip")
+
+  def put(x: jax.Array, value: Any) -> jax.Array:
+    return x.at[at].set(value, mode="drop")
+
+  return dataclasses.replace(
+    state,
+    token=put(state.token, newest),
+    position=put(state.position, start + rows.made),
+    active=put(state.active, True),
+    rows=jax.tree.map(put, state.rows, rows),
   )
 
 
@@ -368,7 +423,8 @@ def decode(
 
   start = (jnp.zeros((), jnp.int32), state, block)
   _, state, block = jax.lax.while_loop(proceed, one, start)
-  table = paging.release(state.table, ~state.active.reshape(parts))
+  ended = ~(state.active | state.rows.hold)
+  table = paging.release(state.table, ended.reshape(parts))
   return dataclasses.replace(state, table=table), block
 
 

@@ -20,6 +20,7 @@ def first_stop(
   start: int,
   stop_strings: Sequence[str],
   decode: Callable[[Sequence[int]], str],
+  first: int = 0,
 ) -> int | None:
   """Finds the first new token that completes a stop string.
 
@@ -31,6 +32,7 @@ def first_stop(
       tokens in a row, U+FFFD where they are no character. A token has at least
       one byte, or is left out of the text. A space at the very start may be
       left out too.
+    first: the text begins with this token; what lies before it is of others.
 
   Returns:
     The least place in `tokens`, from `start` on, such that the text up to and
@@ -41,7 +43,7 @@ def first_stop(
   """
   if not stop_strings or start >= len(tokens):
     return None
-  begin = _window(tokens, start, stop_strings, decode)
+  begin = _window(tokens, start, stop_strings, decode, first)
   known = len(decode(tokens[begin:start]).rstrip(_HALF))
 
   def stopped(end: int) -> bool:
@@ -66,6 +68,7 @@ def _window(
   start: int,
   stop_strings: Sequence[str],
   decode: Callable[[Sequence[int]], str],
+  first: int,
 ) -> int:
   """Returns where to begin so that no stop string is seen in part."""
   needed = max(len(stop.encode()) for stop in stop_strings) - 1
@@ -73,10 +76,10 @@ def _window(
   # look.
   width = needed + 3
   while True:
-    begin = max(0, start - width)
+    begin = max(first, start - width)
     # No stop string reaches across a U+FFFD that stays one.
     text = decode(tokens[begin:start]).replace(_HALF, "")
-    enough = begin == 0 or len(text.encode()) >= needed
+    enough = begin == first or len(text.encode()) >= needed
     if enough or width >= _MOST_WINDOWS * (needed + 3):
       return begin
     width *= 2

@@ -1,0 +1,62 @@
+"""The compiled steps of an engine, and its weights as they read them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxrl_post import types
+from jaxrl_post.sampling import pages, steps
+from jaxrl_post.sampling import prefix as prefixes
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+  """The compiled steps of one engine, as a placement provides them.
+
+  Attributes:
+    size: of the cache.
+    empty: see `steps`.
+    layout: weights as `decode` reads them best.
+    prefill: of parameters, tokens, lengths and the bucket, and temperatures
+      where the prompts' tokens are scored.
+    extend: see `steps`, likewise the next two.
+    insert: donates the state.
+    decode: donates the state; of laid out weights.
+    cut: donates the state.
+    resume: donates the state.
+  """
+
+  size: pages.Sizes
+  empty: Callable[[], steps.DecodeState]
+  layout: Callable[[types.Tree], types.Tree]
+  prefill: Callable[..., prefixes.Prefix]
+  extend: Callable[..., prefixes.Prefix]
+  insert: Callable[..., steps.DecodeState]
+  decode: Callable[
+    [types.Tree, steps.DecodeState, jax.Array],
+    tuple[steps.DecodeState, steps.Block],
+  ]
+  cut: Callable[[steps.DecodeState, Any], steps.DecodeState]
+  resume: Callable[..., steps.DecodeState]
+
+
+class LaidOut:
+  """The newest weights as `decode` reads them, made once for each tree."""
+
+  def __init__(self, layout: Callable[[types.Tree], types.Tree]) -> None:
+    """Holds nothing yet."""
+    self._layout = layout
+    self._last: tuple[types.Tree, types.Tree] | None = None
+
+  def of(self, params: types.Tree) -> types.Tree:
+    """Returns the weights laid out; those before are dropped first."""
+    if self._last is None or self._last[0] is not params:
+      self.drop()
+      self._last = params, self._layout(params)
+    return self._last[1]
+
+  def drop(self) -> None:
+    """Holds nothing any more."""
+    self._last = None
