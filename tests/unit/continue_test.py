@@ -285,8 +285,11 @@ def _damaged(**changes):
     ),
     (lambda: [_damaged(versions=())], r"got \[4, 4, 0\]"),
     (lambda: [_damaged(tokens=(1, 64, 2, -1))], r"\[0, 64\), got \[64, -1\]"),
-    (lambda: [_first(_whole()[10], _LENGTH)], "at most 11 tokens, got 12"),
-    (lambda: [_damaged(tokens=(1, 2, 63, 3))], r"no stop token in its last turn, got \[63\]"),
+    (lambda: [_damaged(versions=(0, 0, -2, 0))], r"versions >= -1, got"),
+    (
+      lambda: [_damaged(tokens=(1, 2, 63, 3))],
+      r"no stop token in its last turn, got \[63\]",
+    ),
   ],
 )
 def test_what_the_request_cannot_have_begun_is_refused(begun, expected):
@@ -294,4 +297,12 @@ def test_what_the_request_cannot_have_begun_is_refused(begun, expected):
   with pytest.raises(types.RunError, match=expected) as error:
     engine.add(_request((10, 11), begun=begun(), stop_ids=(63,)))
   assert "\n" not in str(error.value)
+  assert not engine.busy
+
+
+def test_more_than_the_request_may_have_is_refused():
+  engine = _engine()
+  begun = [_first(_whole()[10], _LENGTH)]
+  with pytest.raises(types.InputError, match="from of at most 11, got 12"):
+    engine.add(_request((10, 11), begun=begun))
   assert not engine.busy

@@ -249,12 +249,23 @@ def test_c127_chunks_of_long_prompts_compile_nothing_more():
   engine = _engine(rows=5, max_prompt=64, max_tokens=32, prefill_tokens=24)
   engine.warm_up(_params())
   steps_of = engine._steps
-  names = ("prefill", "extend", "insert", "decode", "cancel")
+  names = ("prefill", "extend", "insert", "decode", "cut", "resume")
   programs = [getattr(steps_of, name) for name in names]
   before = [p._cache_size() for p in programs]
   requests = [
     _request(_prompt(n, n), [n], max_tokens=4) for n in (1, 20, 24, 40, 64)
   ]
+  held = dataclasses.replace(requests[1], hold=True)
+  (made,) = engines.generate(engine, _policy(), [held])
+  turn = types.Partial(
+    uid=made.uid,
+    tokens=(*made.tokens, 9),
+    logprobs=(*made.logprobs, 0.0),
+    versions=(*made.versions, -1),
+  )
+  longer = dataclasses.replace(held.sampling, max_tokens=8)
+  again = dataclasses.replace(held, begun=(turn,), sampling=longer)
+  engines.generate(engine, _policy(), [again])
   engines.generate(engine, _policy(), requests)
   assert [p._cache_size() for p in programs] == before
 

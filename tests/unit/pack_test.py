@@ -128,3 +128,22 @@ def test_too_many_rollouts_are_refused():
   many = [rollout(i, (5,), (7,)) for i in range(ROWS + 1)]
   with pytest.raises(ValueError, match="at most 5 rollouts, got 6"):
     packed(group(*many))
+
+
+@pytest.mark.parametrize(
+  ("versions", "stale", "mask"),
+  [
+    ((3, -1, -1, 3), False, [1, 0, 0, 1]),
+    ((3, -1, 4, 4), False, [1, 0, 1, 1]),
+    ((3, -1, 4, 4), True, [0, 0, 1, 1]),
+    ((-1, -1), True, [0, 0]),
+  ],
+)
+def test_c39_what_no_policy_wrote_is_context(versions, stale, mask):
+  batch = pack.pack(
+    [sampled_at(*versions)], rows=ROWS, length=LENGTH, mask_stale_tokens=stale
+  )
+  end = 2 + len(mask)
+  assert batch.loss_mask[0, 2:end].tolist() == mask
+  assert batch.policy_versions[0, 2:end].tolist() == list(versions)
+  assert batch.tokens[0, 2:end].tolist() == [7] * len(mask)

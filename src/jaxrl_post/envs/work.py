@@ -215,7 +215,8 @@ class Work:
     rollouts = []
     for completion in completions:
       self.counters.generated += 1
-      self.counters.sampled_tokens += len(completion.tokens)
+      made = sum(version >= 0 for version in completion.versions)
+      self.counters.sampled_tokens += made
       uid = self._env.owner(completion.uid)
       group = self._groups.get(uid)
       if group is None:  # Dropped while it was sampled.

@@ -163,7 +163,9 @@ def view(
     none = t.owner.shape[0]
     order = jnp.arange(offset.shape[0])
     at = t.pages.at[order, offset // page].get(mode="fill", fill_value=none)
-    limit = offset.at[t.owner].get(mode="fill", fill_value=-1)
+    # Of those that do not ask, nobody has to read the pages.
+    seen = jnp.where(active, offset, -1)
+    limit = seen.at[t.owner].get(mode="fill", fill_value=-1)
     return jnp.where(active, at, none), offset % page, limit - t.place * page
 
   return View(table, prompts, *jax.vmap(one)(table, position, active))

@@ -13,6 +13,7 @@ through `decode` again, see `steps`.
 import collections
 import contextlib
 import dataclasses
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from jaxrl_post.sampling import programs, reader, rows, space, steps
 
 # Below it, logits divided by the temperature leave float32.
 _COLDEST = 0.01
+_AGE = operator.attrgetter("age")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +53,9 @@ class Sampling:
       prompt and tokens are read again by the newer ones first, which costs a
       decode step a token: weights that come faster than that let nothing end.
       "drain": none is in the making then, because whoever calls the engine
-      holds newer weights back until it is not busy; to the engine itself the
-      same as "keep". In all of them a token keeps the log-probability and
-      version that it was sampled with.
+      holds newer weights back until it is not busy. What is held for another
+      turn (`types.Request.hold`) stays with "keep" only. In all of them a token
+      keeps the log-probability and version that it was sampled with.
     dtype: of weights, cache and matrix products in the engine. "int8" holds
       the matrices of layers in 8 bits with a scale for each output channel,
       and the rest, cache and products in bfloat16; "int8_cache" keys and values
@@ -66,7 +68,7 @@ class Sampling:
   rows: int = 64
   block: int = 8
   prefill_tokens: int = 512
-  page: int = 64
+  page: int = 32
   cache: float = 1.0
   top_logprobs: int = 0
   in_flight: Literal["keep", "recompute", "drain"] = "keep"
@@ -248,7 +250,7 @@ class Engine:
     for prefix in self._reader.warm_up(params):
       waiting = rows.Waiting(nobody, rows.rows_of(nobody), prefix)
       self._insert([rows.Joining(waiting, [], [])])
-    self._cut({0: -1})
+    self._cut({0: -1})  # Of nobody.
     self._resume_rows([])
     self._decode(params)
 
@@ -270,7 +272,7 @@ class Engine:
       if self._cfg.in_flight != "keep":
         self._cut({i: 0 for i, _ in self._held()})
       if self._cfg.in_flight == "recompute":
-        self._rebuild(params)
+        self._rebuild()
       self._version = version
     self._refill(params)
     self._make_room()
@@ -295,7 +297,7 @@ class Engine:
   ) -> list[types.Completion]:
     """Takes out what has ended in a block, by itself or a stop string."""
     done, cut = [], {}
-    for _, row in self._held():
+    for _, row in self._held() if self._waiting else ():
       row.waited += self._cfg.block
     for index, row in self._running():
       row.unread.append((made, index))
@@ -306,11 +308,11 @@ class Engine:
         continue
       row.read()
       done.append(row.finished())
-      row.held, hold = True, row.request.hold
+      row.held = row.request.hold
+      if active[index] or (stopped and row.held):
+        cut[index] = len(row.tokens) if row.held else 0
       row.used = len(row.tokens)
-      if active[index]:
-        cut[index] = row.used if hold else 0
-      if not hold:
+      if not row.held:
         self._rows[index] = None
     self._cut(cut)
     self._crowded = self._crowded and not done
@@ -320,7 +322,8 @@ class Engine:
     """Fills idle rows, as far as prompts are read and there are pages."""
     self._resume()
     joining: list[rows.Joining] = []
-    while self._waiting and (None in self._rows or self._let_go()):
+    idle = not self._running()
+    while self._waiting and (None in self._rows or self._let_go(idle)):
       first = self._waiting[0]
       if not first.ready:
         self._reader.read(params, first, self._waiting, self._size.group)
@@ -329,7 +332,7 @@ class Engine:
         continue
       at = [] if self._crowded else self._space.places(first)
       if not at:
-        if self._let_go():
+        if self._let_go(idle):
           continue
         break
       begun = [first.rows.popleft() for _ in at]
@@ -344,8 +347,10 @@ class Engine:
     going: list[tuple[int, rows.Row]] = []
     stale = {}
     for waiting in self._waiting if held else ():
-      for row in [row for row in waiting.rows if row.uid in held]:
-        index, old = held[row.uid]
+      for row in tuple(waiting.rows):
+        if row.uid not in held:
+          continue
+        index, old = held.pop(row.uid)
         if not row.continues(old):
           stale[index] = 0
           continue
@@ -364,13 +369,14 @@ class Engine:
     with self._dispatch:
       self._state = self._steps.resume(self._allocated(), at, inserted)
 
-  def _let_go(self) -> bool:
-    """Frees held rows for those that wait; returns whether there were some."""
+  def _let_go(self, idle: bool) -> bool:
+    """Frees held rows for those that wait; returns whether there were some.
+
+    Those that are due, or where nothing else runs any.
+    """
     held = sorted(self._held(), key=lambda pair: pair[1].age)
     wanted = sum(len(waiting.rows) for waiting in self._waiting)
-    out = [index for index, row in held if row.is_due][:wanted]
-    if not out and not self._running():
-      out = [index for index, _ in held][:wanted]
+    out = [index for index, row in held if row.is_due or idle][:wanted]
     self._cut(dict.fromkeys(out, 0))
     return bool(out)
 
@@ -386,8 +392,10 @@ class Engine:
       return
     for part in range(self._size.parts):
       while self._space.need(part) > self._space.free(part):
-        # What is only held goes first.
-        row = max(self._space.taken(part), key=lambda row: (row.held, row.age))
+        here = self._space.taken(part)
+        # What is only held goes first, the oldest of it.
+        held = min((r for r in here if r.held), key=_AGE, default=None)
+        row = held or max(here, key=_AGE)
         if not row.held:
           self._crowded = True
           row.read()
@@ -402,30 +410,19 @@ class Engine:
       self._waiting.appendleft(first)
     first.rows.appendleft(row)
 
-  def _rebuild(self, params: types.Tree) -> None:
-    """Starts every row again where it is, to read what it has made."""
-    groups: dict[int, list[tuple[int, rows.Row]]] = {}
-    for index, row in self._running():
+  def _rebuild(self) -> None:
+    """Has every row wait, to read what it has made again, before all others."""
+    running = self._running()
+    first: dict[int, int] = {}
+    for _, row in sorted(running, key=lambda pair: pair[1].age):
+      first.setdefault(id(row.request), row.age)
+    for _, row in sorted(
+      running, key=lambda pair: (first[id(pair[1].request)], pair[1].age)
+    )[::-1]:
       row.read()
-      groups.setdefault(id(row.request), []).append((index, row))
-    begun = [
-      rows.Waiting(here[0][1].request, collections.deque(r for _, r in here))
-      for here in groups.values()
-    ]
-    self._cut({i: 0 for here in groups.values() for i, _ in here})
-    joining: list[rows.Joining] = []
-    for waiting, here in zip(begun, groups.values(), strict=True):
-      while not waiting.ready:
-        self._reader.read(params, waiting, begun, self._size.group)
-      together: dict[tuple[int, int], list[tuple[int, rows.Row]]] = {}
-      for index, row in here:
-        part, place = index // self._size.rows, row.member // self._size.group
-        together.setdefault((part, place), []).append((index, row))
-      for some in together.values():
-        those = [row for _, row in some]
-        group = rows.Joining(waiting, [i for i, _ in some], those)
-        joining = self._seat(joining, group)
-    self._insert(joining)
+      self._put_back(row)
+    self._cut({index: 0 for index, _ in running})
+    self._crowded = False
 
   def _seat(
     self, joining: list[rows.Joining], group: rows.Joining

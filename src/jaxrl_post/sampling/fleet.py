@@ -1,8 +1,9 @@
 """Many servers as one engine: groups out, completions back, none lost.
 
-A group goes to the server that owes the least. What a server owed when it died
-is asked again: a rollout's randomness is its uid and position, so the same
-weights give the same tokens, wherever they are sampled.
+A group goes to the server that owes the least, and the next turn of a
+completion to the one that holds it. What a server owed when it died is asked
+again: a rollout's randomness is its uid and position, so the same weights give
+the same tokens, wherever they are sampled.
 """
 
 import collections
@@ -121,6 +122,7 @@ class Fleet:
     with self._changed:
       restart()
       self.restarts += 1
+      self._homes = {k: i for k, i in self._homes.items() if i != index}
       self._moved = time.monotonic()
       member, debt = self._members[index], self._debts[index]
       if self._policy is not None:
@@ -262,7 +264,7 @@ class Fleet:
     keys = [(evaluation, uid) for uid in request.uids]
     homes = [self._homes.pop(key) for key in keys if key in self._homes]
     index = homes[0] if homes else sizes.index(min(sizes))
-    if request.hold:
+    if request.hold and not evaluation:
       self._homes |= dict.fromkeys(keys, index)
       # No more than these can be held.
       for key in list(self._homes)[: -self._rows * len(self._members)]:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -24,12 +24,12 @@ class Made:
   def __init__(self, block: steps.Block, version: int) -> None:
     """Begins the copy of what rows read later."""
     self.version = version
-    arrays = (block.tokens, block.logprobs, block.valid)
+    arrays = (block.tokens, block.logprobs)
     # Most blocks have no most probable tokens to report.
     if block.top_ids.shape[2]:
       arrays += (block.top_ids, block.top_logprobs)
-    self._arrays = arrays
-    for array in arrays:
+    self._valid, self._arrays = block.valid, arrays
+    for array in (block.valid, *arrays):
       array.copy_to_host_async()
 
   def read(self, index: int) -> tuple[list, ...]:
@@ -43,17 +43,13 @@ class Made:
     return tuple(array[index][begin:end] for array in self._lists)
 
   @functools.cached_property
-  def _host(self) -> Any:
-    return jax.device_get(self._arrays)
-
-  @functools.cached_property
   def _lists(self) -> tuple[list, ...]:
-    return tuple(x.tolist() for i, x in enumerate(self._host) if i != 2)
+    return tuple(x.tolist() for x in jax.device_get(self._arrays))
 
   @functools.cached_property
   def _places(self) -> list[tuple[int, int]]:
     """Returns where the tokens of each row begin and end: they are one run."""
-    valid = self._host[2]
+    valid = np.asarray(self._valid)
     begin, count = valid.argmax(axis=1), valid.sum(axis=1)
     return list(zip(begin.tolist(), (begin + count).tolist(), strict=True))
 
@@ -78,7 +74,7 @@ class Scored:
     return tuple(own.tolist())
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Row:
   """A completion in the making.
 
@@ -95,7 +91,8 @@ class Row:
     stopped: whether a stop string has ended it.
     scored: its prompt, as it was first read; None if not asked for.
     held: whether it has ended and stays in the cache.
-    waited: how long it is held, in tokens that its row could have made.
+    waited: how long others have waited while it was held, in tokens that its
+      row could have made.
   """
 
   uid: int
@@ -157,21 +154,22 @@ class Row:
 
   @property
   def is_due(self) -> bool:
-    """Whether a held row was held for as long as it takes to make it again.
+    """Whether others have waited for as long as it takes to make it again.
 
-    So whatever comes, holding it has cost at most twice of what would have been
-    best (Karlin et al. 1988, "Competitive snoopy caching").
+    So whatever comes, holding it and making it again cost at most twice of what
+    would have been best (Karlin et al. 1988, "Competitive snoopy caching").
     """
     return self.held and self.waited >= self.used
 
   def continues(self, held: "Row") -> bool:
     """Whether it goes on from what a held row has in the cache."""
-    now, then = self.request, held.request
+    now, then = self.request.sampling, held.request.sampling
+    # Prompts that are scored are read by another program.
+    scored = now.prompt_logprobs, now.prompt_logprobs and now.temperature
     return (
-      self.uid == held.uid
-      and now.prompt == then.prompt
-      and now.sampling.prompt_logprobs <= then.sampling.prompt_logprobs
-      and len(self.tokens) > len(held.tokens)
+      self.request.prompt == held.request.prompt
+      and scored
+      == (then.prompt_logprobs, then.prompt_logprobs and then.temperature)
       and self.tokens[: len(held.tokens)] == held.tokens
     )
 
@@ -394,6 +392,7 @@ def check(
     InputError: names the first thing that does not fit, and its limit.
     RunError: a completion that it continues is not half made by this request.
   """
+  begun = max((len(partial.tokens) for partial in request.begun), default=0)
   if not request.uids:
     raise types.InputError(
       "request: expected at least one uid, got none. Ask for a completion."
@@ -402,6 +401,7 @@ def check(
   changed = {i for i, _ in sampling.logit_bias} | {*sampling.forbidden_ids}
   limits = (
     ("prompt tokens", len(request.prompt), max_prompt),
+    ("tokens that it goes on from", begun, request.sampling.max_tokens - 1),
     ("max_tokens", sampling.max_tokens, max_tokens),
     ("stop ids", len(sampling.stop_ids), steps.MAX_IDS),
     ("top_logprobs", sampling.top_logprobs, top_logprobs),
@@ -453,7 +453,6 @@ def check_begun(
     bad = [t for t in begun.tokens if not 0 <= t < vocab_size]
     turn = turn_of(begun.versions)
     stops = [t for t in begun.tokens[turn:] if t in sampling.stop_ids]
-    most = sampling.max_tokens - 1
     place = None
     if decode is not None and not bad:
       place = stop_strings.first_stop(
@@ -467,7 +466,7 @@ def check_begun(
       (begun.uid in request.uids, f"a uid of {request.uids}", begun.uid),
       (uids.count(begun.uid) == 1, "each uid once", uids),
       (len({*sizes}) == 1, "as many log-probabilities and versions", sizes),
-      (sizes[0] <= most, f"at most {most} tokens", sizes[0]),
+      (min(begun.versions, default=0) >= -1, "versions >= -1", begun.versions),
       (not bad, f"tokens in [0, {vocab_size})", bad),
       (not stops, "no stop token in its last turn", stops),
       (place is None, "no stop string in it", f"one up to token {place}"),

@@ -133,7 +133,7 @@ def rows_for(
       inserted later with the same tag, and while a row of it is in the making,
       share the prompt of the first ones: same weights, same prompt.
     members: which rows of the group they are; empty for the first ones.
-    made: tokens of the completions that are in the cache, see `resume`.
+    made: tokens that the completions have already, see `resume`.
     hold: whether the rows keep their pages when they end.
 
   Returns:
@@ -285,9 +285,9 @@ def resume(state: DecodeState, at: Int[Array, " N"], rows: Rows) -> DecodeState:
   Args:
     state: donate it.
     at: held rows; an index past the last row is left out.
-    rows: what to sample in each of them. `made` tokens are in the cache, as
-      `cut` or their end has left them; `forced` has those, and what the row
-      goes on from.
+    rows: what to sample in each of them. They have `made` tokens, as `cut` or
+      their end has left them: the newest is fed next, the cache has the others.
+      `forced` begins with those, and what the row goes on from follows.
 
   Returns:
     The state with those rows active.
@@ -332,9 +332,10 @@ def decode(
     read_pages: see `attention.attend`.
 
   Returns:
-    The state after the block, and the block. A row stops being active with its
-    stop token, which is part of the block, or with its last allowed token.
-    Forced tokens take a column each and are not part of the block.
+    The state after the block, and the block. A row stops being active with a
+    stop token that it draws, which is part of the block, or with its last
+    allowed token. Forced tokens take a column each, stop nothing, and are not
+    part of the block.
   """
   num_rows, page = state.token.shape[0], state.own[0].v.shape[3]
   parts = state.table.start.shape
@@ -393,7 +394,7 @@ def decode(
     token = jnp.where(forced >= 0, forced, picked.token)
     drawn = active & (forced < 0)
     made = rows.made + active.astype(jnp.int32)
-    stops = jnp.any(token[:, None] == rows.controls.stop_ids, axis=-1)
+    stops = jnp.any(token[:, None] == rows.controls.stop_ids, axis=-1) & drawn
     block = dataclasses.replace(
       block,
       tokens=block.tokens.at[:, column].set(jnp.where(drawn, token, 0)),
