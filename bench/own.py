@@ -58,6 +58,21 @@ def parameters(w: workloads.Workload) -> types.Tree:
   }
 
 
+def config(w: workloads.Workload) -> transformer.Config:
+  """Returns the shape of the workload's model."""
+  return transformer.Config(
+    num_layers=w.layers,
+    width=w.width,
+    num_heads=w.heads,
+    num_kv_heads=w.kv_heads,
+    head_width=w.head_width,
+    ff_width=w.ff,
+    vocab_size=w.vocab,
+    rope_theta=w.rope_theta,
+    norm_eps=w.norm_eps,
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class Own:
   """The engine, with what it takes to make another one."""
@@ -91,31 +106,20 @@ class Own:
       tokens=tokens,
       positions=jnp.arange(tokens.shape[1])[None],
       segment_ids=jnp.zeros_like(tokens),
-      temperature=jnp.ones(1),
+      temperature=jnp.ones(tokens.shape),
     )
     return float(taken.sum())
 
 
 def make(w: workloads.Workload, rows: int, block: int, **sizes: Any) -> Own:
   """Makes what an engine of so many rows needs; `sizes` are of `Sampling`."""
-  config = transformer.Config(
-    num_layers=w.layers,
-    width=w.width,
-    num_heads=w.heads,
-    num_kv_heads=w.kv_heads,
-    head_width=w.head_width,
-    ff_width=w.ff,
-    vocab_size=w.vocab,
-    rope_theta=w.rope_theta,
-    norm_eps=w.norm_eps,
-  )
   cfg = engines.Sampling(
     max_tokens=w.max_tokens, rows=rows, block=block, **sizes
   )
   device = np.asarray(jax.devices()[:1]).reshape(1, 1, 1)
   mesh = meshes.over(device, meshes.GENERATION_AXES)
   whole = jax.sharding.NamedSharding(mesh, jax.P())
-  decoder = decoders.Decoder(config)
+  decoder = decoders.Decoder(config(w))
   steps = generator.compiled(
     mesh,
     rules={},

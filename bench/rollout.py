@@ -315,18 +315,18 @@ def report(seen: Measured) -> dict[str, dict]:
     made = [count for turn in turns for count in turn["lengths"]]
     others = seen.others(name)
     print(
-      f"{name:24} {_spread(rates, '.0f'):>24} "
+      f"{name:24} {spread(rates, '.0f'):>24} "
       f"{ours / statistics.median(rates):7.2f}x {statistics.mean(made):6.1f} "
       f"{max(made):8} {others:10.2f}{' !' if others > _DISTURBED else ''}"
     )
   for name, unit in (("decode", "GFLOP/s"), ("square", "GFLOP/s")):
     found = [limit[name] for limit in seen.limits]
-    print(f"limit, {name + ' products':17} {_spread(found, '.0f'):>24} {unit}")
+    print(f"limit, {name + ' products':17} {spread(found, '.0f'):>24} {unit}")
   found = [limit["read"] for limit in seen.limits]
-  print(f"limit, {'memory read':17} {_spread(found, '.1f'):>24} GB/s")
-  print(f"{'own, of decode products':24} {_spread(seen.of_limit(), '.3f'):>24}")
+  print(f"limit, {'memory read':17} {spread(found, '.1f'):>24} GB/s")
+  print(f"{'own, of decode products':24} {spread(seen.of_limit(), '.3f'):>24}")
   if seen.gaps:
-    print(f"{'own, outside programs':24} {_spread(seen.gaps, '.3f'):>24}")
+    print(f"{'own, outside programs':24} {spread(seen.gaps, '.3f'):>24}")
   if any(seen.others(name) > _DISTURBED for name in seen.turns):
     print("! was disturbed by others: no goal of this workload is judged")
   if seen.recompiled:
@@ -348,30 +348,30 @@ def figures(seen: Measured) -> dict[str, dict]:
   absent = [peer for peer in peers if not seen.rates(peer)]
   peer = None if absent else seen.rate(peers)
   found = {
-    f"{name}/of_best_peer": _figure(_over(ours, peer), _PEER_GOAL[name], peer)
+    f"{name}/of_best_peer": figure(_over(ours, peer), _PEER_GOAL[name], peer)
   }
   if name in _LLAMA_GOAL:
     peer = seen.rate((_LLAMA,))
-    found[f"{name}/of_llama_cpp"] = _figure(
+    found[f"{name}/of_llama_cpp"] = figure(
       _over(ours, peer), _LLAMA_GOAL[name], peer
     )
   if seen.w.ragged:
     peer = seen.rate((_LOCKSTEP,))
-    found[f"{name}/of_lockstep"] = _figure(
+    found[f"{name}/of_lockstep"] = figure(
       _over(ours, peer), _LOCKSTEP_GOAL, peer
     )
   if name == _LOOKED_INTO:
     limit = statistics.median(limit["decode"] for limit in seen.limits)
     part, gap = map(statistics.median, (seen.of_limit(), seen.gaps))
-    found[f"{name}/of_decode_products"] = _figure(part, _RATE_GOAL, limit)
-    found[f"{name}/outside_programs"] = _figure(
+    found[f"{name}/of_decode_products"] = figure(part, _RATE_GOAL, limit)
+    found[f"{name}/outside_programs"] = figure(
       gap, _GAP_GOAL, None, lambda value, goal: value < goal
     )
   if any(seen.others(name) > _DISTURBED for name in seen.turns):
     found = {name: {**figure, "met": None} for name, figure in found.items()}
   if seen.recompiled:
     count = float(seen.recompiled["compilations"])
-    found[f"{name}/compilations"] = _figure(
+    found[f"{name}/compilations"] = figure(
       count, 0.0, None, lambda value, goal: value <= goal
     )
   return found
@@ -381,12 +381,13 @@ def _over(value: float | None, peer: float | None) -> float | None:
   return None if value is None or peer is None else value / peer
 
 
-def _figure(
+def figure(
   value: float | None,
   goal: float,
   peer: float | None,
   meets: Callable[[float, float], bool] = float.__ge__,
 ) -> dict[str, Any]:
+  """Returns a figure as the last line has it; no value leaves it open."""
   return {
     "value": None if value is None else round(value, 4),
     "goal": goal,
@@ -395,14 +396,16 @@ def _figure(
   }
 
 
-def _spread(values: Sequence[float], digits: str) -> str:
+def spread(values: Sequence[float], digits: str) -> str:
+  """Returns the median, and the least and the largest behind it."""
   low, middle, high = (
     format(f(values), digits) for f in (min, statistics.median, max)
   )
   return f"{middle} ({low}..{high})"
 
 
-def _machine() -> str:
+def machine() -> str:
+  """Says what the figures were measured on."""
   lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
   models = [line.partition(":")[2].strip() for line in lines if "name" in line]
   return f"{(models or ['unknown CPU'])[0]}, {workloads.cores()} cores granted"
@@ -427,7 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   chosen = parser.parse_args(arguments)
   if chosen.quick:
     chosen.workloads, chosen.repeats = ["W1"], 1
-  print(_machine())
+  print(machine())
   for name in ("tunix", "torch"):
     if not getattr(chosen, name):
       print(f"--{name} is not given: its systems are left out")

@@ -17,10 +17,10 @@ Half of the devices train, half generate, at most one version ahead:
 
 On a single device add `--set placement.mode=colocated`. What memory holds: the
 trainer 16 bytes a weight (float32 weights, two averages, gradient), spread
-over its devices, and per microbatch its logits, rows x `model.chunk` x
-vocabulary x 4 bytes; an engine its weights in bfloat16, and for Qwen3-0.6B
-0.17 GiB of cache for each of its `sampling.rows` / (generating devices)
-completions of 1536 tokens. Too much? Raise `optim.microbatches`, lower
+over its devices, and on each of them the logits of `model.chunk` tokens,
+vocabulary x 8 bytes a token; an engine its weights in bfloat16, and for
+Qwen3-0.6B 0.17 GiB of cache for each of its `sampling.rows` / (generating
+devices) completions of 1536 tokens. Too much? Raise `optim.microbatches`, lower
 `sampling.rows`.
 
 This recipe has NOT been run at full size: no accelerator was at hand. Its
@@ -29,7 +29,7 @@ published runs of this kind have in common; expect to tune them.
 """
 
 from jaxrl_post import config
-from jaxrl_post.algos import grpo
+from jaxrl_post.algos import dapo
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.envs import evaluate
 from jaxrl_post.models import decoder
@@ -57,9 +57,7 @@ def _questions(part: str, limit: int | None = None) -> sources.Jsonl:
 def get_config() -> config.Run:
   """The recipe."""
   return config.Run(
-    model=decoder.Model(
-      path="models/Qwen3-0.6B", dtype="bfloat16", remat=True, chunk=128
-    ),
+    model=decoder.Model(path="models/Qwen3-0.6B", dtype="bfloat16", remat=True),
     data=dataset.Data(
       train=_questions("train"),
       held_out=_questions("test", limit=256),
@@ -70,7 +68,7 @@ def get_config() -> config.Run:
     rewards=pool.Rewards(
       functions=(number.number,), workers=4, on_failure="mask"
     ),
-    algo=grpo.Grpo(clip_high=0.28),
+    algo=dapo.objective(),
     optim=optim.Optim(learning_rate=1e-6, warmup_steps=5, microbatches=64),
     sampling=engine.Sampling(
       max_tokens=1024, rows=128, block=16, dtype="bfloat16"

@@ -73,7 +73,7 @@ def correct(rollout: types.Rollout, reference: dict[str, str]) -> float:
 def get_config() -> config.Run:
   """The recipe."""
   return config.Run(
-    model=decoder.Model(path=weights.smollm2_path(), chunk=13),
+    model=decoder.Model(path=weights.smollm2_path(), chunk=256),
     data=dataset.Data(
       train=Sums(held_out=False),
       held_out=Sums(held_out=True),
@@ -86,7 +86,7 @@ def get_config() -> config.Run:
       ),
       weights=(1.0, 0.2),
     ),
-    algo=grpo.Grpo(),
+    algo=grpo.objective(),
     optim=optim.Optim(learning_rate=1e-5, microbatches=2),
     sampling=engine.Sampling(max_tokens=12, rows=36, block=4),
     placement=mesh.Placement(mode="colocated", cpu_devices=1),

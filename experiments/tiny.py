@@ -72,15 +72,13 @@ def get_config() -> config.Run:
       max_prompt=_LENGTH + 1,
     ),
     rewards=pool.Rewards(functions=(score,), batch=64),
-    algo=grpo.Grpo(),
+    algo=grpo.objective(),
     optim=optim.Optim(learning_rate=8e-4, schedule="linear"),
     sampling=engine.Sampling(max_tokens=_LENGTH + 2, rows=256, block=8),
     placement=mesh.Placement(mode="split", cpu_devices=2),
     evaluation=evaluate.Evaluation(every=100),
     checkpoint=checkpoint.Checkpoint(every=50),
-    warmup=warmup.Warmup(
-      num_steps=18, rows=64, optim=optim.Optim(learning_rate=3e-3)
-    ),
+    warmup=warmup.Warmup(num_steps=18, rows=64, learning_rate=3e-3),
     num_steps=450,
     groups_per_step=32,
     group_size=8,

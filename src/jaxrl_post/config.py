@@ -5,11 +5,7 @@ the tree stands beside the code that reads it; this file composes them, checks
 what spans two rooms, and edits leaves.
 """
 
-import ast
-import collections.abc
 import dataclasses
-import difflib
-import importlib
 import importlib.util
 import inspect
 import math
@@ -17,7 +13,7 @@ import pathlib
 import sys
 import types as python_types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_post import types
@@ -27,8 +23,8 @@ from jaxrl_post.envs import evaluate, schedule
 from jaxrl_post.models import decoder
 from jaxrl_post.placement import mesh
 from jaxrl_post.rewards import pool
+from jaxrl_post.runtime import assign, dump
 from jaxrl_post.runtime import checkpoint as checkpoints
-from jaxrl_post.runtime import dump
 from jaxrl_post.sampling import engine
 from jaxrl_post.training import optim as optims
 from jaxrl_post.training import warmup as warmups
@@ -64,7 +60,7 @@ class Run:
   model: decoder.Model
   data: dataset.Data
   rewards: pool.Rewards
-  algo: types.Algorithm = grpo.Grpo()
+  algo: types.Algorithm = grpo.objective()
   optim: optims.Optim = optims.Optim()
   sampling: engine.Sampling = engine.Sampling()
   stream: schedule.StreamConfig = schedule.StreamConfig()
@@ -100,14 +96,17 @@ class Run:
     if self.data.held_out is None:
       _check_not_evaluated(self)
     _check_leaves(self, "")
-    if (
-      self.sampling.quantized
-      and getattr(self.algo, "importance_cap", 1) is None
-    ):
+    if self.sampling.quantized and getattr(self.algo, "correction", 1) is None:
       raise types.InputError(
-        "algo.importance_cap: expected a cap with sampling.dtype="
+        "algo.correction: expected one with sampling.dtype="
         f"{self.sampling.dtype}, which samples from other probabilities than "
         "it trains, got None. Set one of them."
+      )
+    if "single_update" in self.algo.needs and self.optim.updates > 1:
+      raise types.InputError(
+        "optim.minibatches, optim.epochs: expected 1 and 1 with an algorithm "
+        "whose loss is exact for one update a batch, got "
+        f"{self.optim.minibatches} and {self.optim.epochs}. Set them to 1."
       )
     in_turn = not self.stream.asynchronous and self.placement.mode != "roles"
     if self.placement.publish.buffers == "free_first" and not in_turn:
@@ -221,7 +220,7 @@ def _check_leaves(node: Any, prefix: str) -> None:
     is_literal = typing.get_origin(hint) is typing.Literal
     if is_literal and value not in typing.get_args(hint):
       raise types.InputError(
-        f"{name}: expected {_type_name(hint)}, got {value!r}. Correct it."
+        f"{name}: expected {assign.type_name(hint)}, got {value!r}. Correct it."
       )
 
 
@@ -252,7 +251,7 @@ def load(experiment: str, folder: pathlib.Path) -> Run:
     known = sorted(p.stem for p in folder.glob("[!_]*.py"))
     raise types.InputError(
       f"--exp={experiment}: expected a file, got none at {path}."
-      f"{_near(name, known)} Known: {', '.join(known) or 'none'}."
+      f"{assign.near(name, known)} Known: {', '.join(known) or 'none'}."
     )
   module = _module(path)
   make = getattr(module, function, None)
@@ -300,11 +299,6 @@ def _module(path: pathlib.Path) -> python_types.ModuleType:
   return module
 
 
-def _near(name: str, known: Sequence[str]) -> str:
-  close = difflib.get_close_matches(name, known, 1)
-  return f" Did you mean {close[0]!r}?" if close else ""
-
-
 # ------------------------------------------------------------------ --set
 
 
@@ -330,115 +324,7 @@ def override(run: Run, assignments: Sequence[str]) -> Run:
         f"--set {assignment}: expected name=value, got no '='. Add a value."
       )
     edits[tuple(name.split("."))] = value
-  return _replace(run, edits, "") if edits else run
-
-
-def _replace(node: Any, edits: dict[tuple[str, ...], str], prefix: str) -> Any:
-  """Rebuilds a node with edits of its fields and of what is below them."""
-  below: dict[str, dict[tuple[str, ...], str]] = {}
-  for path, text in edits.items():
-    below.setdefault(path[0], {})[path[1:]] = text
-  names = [f.name for f in dataclasses.fields(node)]
-  changes = {}
-  for head, rest in below.items():
-    place = f"--set {prefix}{head}"
-    if head not in names:
-      raise types.InputError(
-        f"{place}: {type(node).__name__} has no field {head!r}."
-        f"{_near(head, names)} Fields: {', '.join(names)}."
-      )
-    child = getattr(node, head)
-    if dataclasses.is_dataclass(child) == (() in rest):
-      raise types.InputError(_not_a_leaf(place, child))
-    if dataclasses.is_dataclass(child):
-      changes[head] = _replace(child, rest, f"{prefix}{head}.")
-    else:
-      hint = typing.get_type_hints(type(node))[head]
-      changes[head] = _parse(rest[()], hint, place)
-  return dataclasses.replace(node, **changes)
-
-
-def _not_a_leaf(place: str, child: Any) -> str:
-  if not dataclasses.is_dataclass(child):
-    return f"{place}: expected a leaf, got more. It has no fields."
-  fields = ", ".join(f.name for f in dataclasses.fields(child))
-  return f"{place}: expected a leaf, got a group. Set one of: {fields}."
-
-
-def _parse(text: str, annotation: Any, place: str) -> Any:
-  """Reads a value as its annotation says."""
-  origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-  error = types.InputError(
-    f"{place}: expected {_type_name(annotation)}, got {text!r}. Correct it."
-  )
-  if origin in (typing.Union, python_types.UnionType):
-    if type(None) in args and text.lower() == "none":
-      return None
-    rest = [a for a in args if a is not type(None)]
-    return _parse(text, rest[0], place)
-  if origin is typing.Literal and text in args:
-    return text
-  if origin is tuple:
-    return _parse_tuple(text, args, place, error)
-  if origin is not None and origin is not collections.abc.Callable:
-    raise error
-  return _parse_plain(text, annotation, error)
-
-
-def _parse_plain(text: str, annotation: Any, error: types.InputError) -> Any:
-  if annotation is str:
-    return text
-  if annotation is bool:
-    if text.lower() not in ("true", "false"):
-      raise error
-    return text.lower() == "true"
-  if annotation in (int, float):
-    try:
-      return annotation(text)
-    except ValueError as cause:
-      raise error from cause
-  return _parse_function(text, error)
-
-
-def _parse_tuple(
-  text: str, args: tuple[Any, ...], place: str, error: types.InputError
-) -> tuple[Any, ...]:
-  if args[-1] is not Ellipsis or typing.get_origin(args[0]) is tuple:
-    try:
-      value = ast.literal_eval(text)
-    except (ValueError, SyntaxError) as cause:
-      raise error from cause
-    if not isinstance(value, tuple):
-      raise error
-    return value
-  parts = [part.strip() for part in text.split(",") if part.strip()]
-  return tuple(_parse(part, args[0], place) for part in parts)
-
-
-def _parse_function(text: str, error: types.InputError) -> Callable[..., Any]:
-  module, _, name = text.partition(":")
-  try:
-    value = getattr(importlib.import_module(module), name)
-  except (ImportError, AttributeError, ValueError) as cause:
-    raise error from cause
-  if not callable(value):
-    raise error
-  return value
-
-
-def _type_name(annotation: Any) -> str:
-  origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-  if origin is typing.Literal:
-    return " or ".join(repr(a) for a in args)
-  if origin in (typing.Union, python_types.UnionType):
-    return " or ".join(_type_name(a) for a in args)
-  if annotation is type(None):
-    return "none"
-  if annotation is bool:
-    return "true or false"
-  if isinstance(annotation, type) and origin is None:
-    return annotation.__name__
-  return "module:name of a function" if origin is not tuple else "a tuple"
+  return assign.replace(run, edits) if edits else run
 
 
 # -------------------------------------------------------------- looking at it

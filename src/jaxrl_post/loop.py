@@ -26,7 +26,7 @@ from jaxrl_post.rewards import pool
 from jaxrl_post.runtime import checkpoint
 from jaxrl_post.runtime import clock as clocks
 from jaxrl_post.runtime import hosts as hosts_lib
-from jaxrl_post.training import warmup
+from jaxrl_post.training import optim, warmup
 
 # The first updates compile, in some processes for longer than in others.
 _COLD_STEPS = 2
@@ -88,6 +88,8 @@ def run(
           groups,
           rows=cfg.rows,
           length=cfg.length,
+          microbatches=cfg.optim.microbatches,
+          minibatches=cfg.optim.minibatches,
           mask_stale_tokens=cfg.mask_stale_tokens,
         )
         batch = trainer.score(state, trainer.put(rows))
@@ -420,7 +422,10 @@ def warm_up(
   """Trains weights on reference answers for `cfg.warmup.num_steps` steps."""
   if not cfg.warmup.num_steps:
     return params
-  teacher = place.trainer(sft.Sft(), cfg.warmup.optim, cfg.warmup.num_steps)
+  settings = optim.Optim(
+    learning_rate=cfg.warmup.learning_rate, microbatches=cfg.optim.microbatches
+  )
+  teacher = place.trainer(sft.objective(), settings, cfg.warmup.num_steps)
   state, rows = teacher.start(params), cfg.warmup.rows
   prompts, tokenizer = parts.data.train, parts.data.tokenizer
   for step in range(cfg.warmup.num_steps):
@@ -430,8 +435,14 @@ def warm_up(
       encode=tokenizer.encode,
       stop_id=tokenizer.eos_ids[0],
     )
-    batch = pack.pack(groups, rows=rows, length=cfg.length)
-    state, _ = teacher.update(state, teacher.put(batch))
+    batch = pack.pack(
+      groups,
+      rows=rows,
+      length=cfg.length,
+      microbatches=settings.microbatches,
+    )
+    batch = teacher.score(state, teacher.put(batch))
+    state, _ = teacher.update(state, batch)
   return state.params
 
 

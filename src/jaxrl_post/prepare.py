@@ -53,6 +53,12 @@ def prepare(cfg: config.Run) -> Parts:
       f"{shape.max_positions} positions of the model, got {cfg.length}. "
       "Shorten one of them."
     )
+  most = cfg.sampling.top_logprobs
+  if most > shape.vocab_size:
+    raise types.InputError(
+      f"sampling.top_logprobs: expected at most the {shape.vocab_size} ids of "
+      f"the model, got {most}. Lower it."
+    )
   data = dataset.load(
     cfg.data,
     model_path=model.path,
@@ -95,14 +101,13 @@ def prepare(cfg: config.Run) -> Parts:
 def _warn_uncorrected(cfg: config.Run) -> None:
   """Says so where nothing corrects that the engine computes otherwise."""
   rounds = cfg.sampling.quantized or cfg.sampling.compute != cfg.model.dtype
-  if rounds and getattr(cfg.algo, "importance_cap", None) is None:
+  if rounds and getattr(cfg.algo, "correction", None) is None:
     logging.warning(
       "sampling.dtype=%s beside model.dtype=%s: rollouts are sampled from "
-      "other probabilities than they train, and %s has no importance_cap that "
-      "corrects it; mismatch/* says how much",
+      "other probabilities than they train, and algo.correction is none; "
+      "mismatch/* says how much",
       cfg.sampling.dtype,
       cfg.model.dtype,
-      type(cfg.algo).__name__,
     )
 
 
@@ -225,7 +230,7 @@ def plan(
     InputError: it does not fit; names both numbers.
   """
   if cfg.placement.mode == "roles":
-    engines = cfg.placement.roles.generation_replicas
+    engines = cfg.placement.processes.generation_replicas
   else:
     engines = processes
   if processes > 1 and (cfg.stream.deterministic or cfg.stream.follow):
@@ -240,7 +245,7 @@ def plan(
     shares,
     rows=cfg.rows,
     length=cfg.length,
-    microbatches=cfg.optim.microbatches,
+    microbatches=cfg.optim.microbatches * cfg.optim.minibatches,
     engine_rows=cfg.sampling.rows,
     engines=engines,
   )
@@ -250,7 +255,7 @@ def plan(
       shares,
       rows=cfg.warmup.rows,
       length=cfg.length,
-      microbatches=cfg.warmup.optim.microbatches,
+      microbatches=cfg.optim.microbatches,
       engine_rows=cfg.sampling.rows,
       engines=engines,
       rows_name="warmup.rows",

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_post import config, types
+from jaxrl_post.data import pack
 from jaxrl_post.envs import replay, stream, together
 from jaxrl_post.runtime import clock, dump, log, metrics, progress
 
@@ -114,14 +115,16 @@ class Recorder:
       RunError: more updates in a row were skipped than the optimizer allows.
     """
     assert not isinstance(rollouts, together.Follower), "this is the head"
-    scored = np.isfinite(np.asarray(batch.rewards))
-    mask = np.asarray(batch.loss_mask) * scored[:, None]
+    mask = pack.trained(batch, truncated=not self._cfg.algo.mask_truncated)
     skipped = bool(values["loss/skipped"])
     line = {
       **{name: float(value) for name, value in values.items()},
       **metrics.batch_metrics(groups),
       **metrics.staleness(
-        np.asarray(batch.policy_versions), mask, self._version
+        np.asarray(batch.policy_versions),
+        mask,
+        self._version,
+        sequence=np.asarray(batch.sequence),
       ),
       **metrics.masked(
         np.asarray(batch.policy_versions), np.asarray(batch.loss_mask)
@@ -132,7 +135,7 @@ class Recorder:
       **self._ledger(rollouts),
     }
     if not skipped:
-      self._consumed += int((mask.sum(axis=1) > 0).sum())
+      self._consumed += np.unique(np.asarray(batch.sequence)[mask > 0]).size
       self._trained += int(mask.sum())
       self._version += 1
     line["time/seconds"] = line.pop("T")

@@ -73,7 +73,7 @@ def cluster(
     InputError: Ray, its cluster, or what the placement asks of either is not
       there; or a launcher has started several processes.
   """
-  own, count = cfg.roles.training_cores, cfg.roles.training_processes
+  own, count = cfg.processes.training_cores, cfg.processes.training_processes
   if launch is not None:
     if not launch.process_id:
       raise types.InputError(
@@ -85,7 +85,7 @@ def cluster(
     return
   ray = _ray()
   # Before this process is pinned: all that Ray starts inherits its cores.
-  _join(ray, cfg.roles)
+  _join(ray, cfg.processes)
   try:
     replica.pin(_cores(own, 0, count))
     with _gang(ray, cfg, argv) as found:
@@ -159,7 +159,7 @@ def _gang(
   ray: Any, cfg: mesh.Placement, argv: Sequence[str]
 ) -> Iterator[hosts_lib.Launch | None]:
   """Has the training processes besides this one."""
-  count = cfg.roles.training_processes
+  count = cfg.processes.training_processes
   if count == 1:
     yield None
     return
@@ -167,7 +167,9 @@ def _gang(
     free.bind(("", 0))
     port = free.getsockname()[1]
   address = f"{ray.util.get_node_ip_address()}:{port}"
-  follow = ray.remote(_follow).options(max_retries=0, **_resources(cfg.roles))
+  follow = ray.remote(_follow).options(
+    max_retries=0, **_resources(cfg.processes)
+  )
   flags = (f"--coordinator={address}", f"--num_processes={count}")
   others = [
     follow.remote([*argv, *flags, f"--process_id={index}"], os.getcwd())
@@ -241,7 +243,7 @@ def _resources(roles: settings.Roles) -> dict[str, Any]:
 
 def recipes(cfg: config.Run, parts: prepare.Parts) -> list[replica.Recipe]:
   """Returns how to build each replica; together they have `sampling.rows`."""
-  roles = cfg.placement.roles
+  roles = cfg.placement.processes
   count, devices = roles.generation_replicas, roles.replica_devices
   recipe = replica.Recipe(
     decoder=dataclasses.replace(parts.decoder, dtype=cfg.sampling.compute),
@@ -265,7 +267,7 @@ class Replicas:
     self, cfg: config.Run, parts: prepare.Parts, place: programs.Programs
   ) -> None:
     """Starts the replicas; they are ready after `warm_up`."""
-    ray, asked = _ray(), _resources(cfg.placement.roles)
+    ray, asked = _ray(), _resources(cfg.placement.processes)
     # Out of order: an order need not wait until weights have crossed over.
     make = ray.remote(concurrency_groups={_LOAD: 1, _COLLECT: 1})(
       replica.Replica

@@ -223,9 +223,9 @@ def load(
   }
   for name, value in own.items():
     _check_count(name, value, "Correct it.")
-  if not _fits(seed, int):
+  if not _fits(seed, int) or not 0 <= seed < 2**32:
     raise types.InputError(
-      f"seed: expected a whole number, got {seed!r}. 0 is usual."
+      f"seed: expected a whole number in [0, 2**32), got {seed!r}. 0 is usual."
     )
   cfg = engines.Sampling(max_tokens=max_tokens, **sizes)
   shape = weights.read_config(path)
@@ -234,6 +234,11 @@ def load(
       f"max_prompt + max_tokens: expected at most {shape.max_positions} "
       f"positions of the model, got {max_prompt + max_tokens}. Lower one of "
       "them."
+    )
+  if cfg.top_logprobs > shape.vocab_size:
+    raise types.InputError(
+      f"top_logprobs: expected at most the {shape.vocab_size} ids of the "
+      f"model, got {cfg.top_logprobs}. Lower it."
     )
   tokenizer = tokenizers.load(path)
   tokenizers.check_vocab(tokenizer, shape.vocab_size)

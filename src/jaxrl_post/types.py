@@ -20,9 +20,12 @@ from typing import (
 
 import flax.struct
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 _T = TypeVar("_T")
+
+# Hotter samples are uniform anyway; float32 ends at 1e38.
+HOTTEST = 1e6
 
 # A nested dictionary of arrays: weights, gradients, or their shardings.
 Tree = Any
@@ -60,11 +63,14 @@ class TrainState:
 
   Attributes:
     step: batches consumed, whether or not their update was applied.
-    version: optimizer updates applied; the policy version of `params`.
+    version: batches that have changed the weights; the policy version of
+      `params`.
     params: the weights, in the trainer's dtype.
     opt_state: the optimizer's state.
     key: random key of the rollouts; constant, every token folds in its own
       uid and position.
+    reference: weights that a KL, a teacher or a preference compares with; None
+      where nothing does.
   """
 
   step: Int[Array, ""]
@@ -72,59 +78,113 @@ class TrainState:
   params: Tree
   opt_state: Tree
   key: jax.Array
+  reference: Tree = None
 
 
 @record
 class Batch:
-  """Scored completions as rows, one rollout a row, padded on the right.
+  """Scored completions: N sequences, one or more in each of B rows.
 
   Arrays of shape [B, T] are aligned with `tokens`: entry t speaks of token t,
-  given the tokens before it.
+  given the tokens before it in its sequence.
 
   Attributes:
-    tokens: prompt then completion; 0 beyond the end.
-    positions: 0, 1, ... in each sequence; 0 beyond the end.
-    segment_ids: 1 on real tokens, 0 on padding.
+    tokens: prompt then completion, sequence behind sequence; 0 where none is.
+    positions: 0, 1, ... in each sequence; 0 where none is.
+    segment_ids: 1, 2, ... on the sequences of a row, 0 where none is.
+    sequence: which sequence a token is of; N where none is.
     loss_mask: 1 on tokens that train, from lengths, never from token values.
     sampler_logprobs: reported by the engine that sampled; 0 where none did.
     policy_versions: policy version that sampled the token; -1 where none did.
-    temperature: sampling temperature of the row, applied to logits.
-    rewards: reward of the row; NaN where there is none.
-    group_ids: rows with equal id answer one draw of a prompt; in [0, B).
-    advantages: filled by `score`.
-    old_logprobs: filled by `score`; the trainer's own, before the update.
+    turn_rewards: what a token has earned beside its sequence's reward.
+    temperature: sampling temperature of each sequence, applied to logits.
+    rewards: of each sequence; NaN where there is none.
+    group_ids: sequences with equal id answer one draw of a prompt; in [0, N).
+    rollout_ids: sequences with equal id are of one rollout; in [0, N).
+    truncated: whether the sequence ended by the length limit.
+    advantages: filled by `score`, likewise those below.
+    old_logprobs: the trainer's own, before the update; zeros where the update
+      finds them itself.
+    reference_logprobs: of the reference policy; zeros where there is none.
   """
 
   tokens: Int[Array, "B T"]
   positions: Int[Array, "B T"]
   segment_ids: Int[Array, "B T"]
+  sequence: Int[Array, "B T"]
   loss_mask: Float[Array, "B T"]
   sampler_logprobs: Float[Array, "B T"]
   policy_versions: Int[Array, "B T"]
-  temperature: Float[Array, " B"]
-  rewards: Float[Array, " B"]
-  group_ids: Int[Array, " B"]
-  advantages: Float[Array, " B"]
+  turn_rewards: Float[Array, "B T"]
+  temperature: Float[Array, " N"]
+  rewards: Float[Array, " N"]
+  group_ids: Int[Array, " N"]
+  rollout_ids: Int[Array, " N"]
+  truncated: Bool[Array, " N"]
+  advantages: Float[Array, "B T"]
   old_logprobs: Float[Array, "B T"]
+  reference_logprobs: Float[Array, "B T"]
+
+
+@record
+class AdvantageInputs:
+  """What a baseline may see of a whole step; shapes as in `Batch`.
+
+  Attributes:
+    rewards: one a sequence; NaN where there is none.
+    group_ids: sequences that answer one draw of a prompt.
+    sequence: which sequence a token is of; N where none is.
+    segment_ids: likewise, within a row.
+    loss_mask: 1 on tokens that train.
+    turn_rewards: of single tokens, beside those of their sequences.
+    penalty: of single tokens, taken off their rewards.
+    old_logprobs: of the trainer before the update.
+    reference_logprobs: of the reference policy; None without one.
+    values: of a critic; None without one.
+  """
+
+  rewards: Float[Array, " N"]
+  group_ids: Int[Array, " N"]
+  sequence: Int[Array, "B T"]
+  segment_ids: Int[Array, "B T"]
+  loss_mask: Float[Array, "B T"]
+  turn_rewards: Float[Array, "B T"]
+  penalty: Float[Array, "B T"]
+  old_logprobs: Float[Array, "B T"]
+  reference_logprobs: Float[Array, "B T"] | None = None
+  values: Float[Array, "B T"] | None = None
 
 
 @record
 class LossInputs:
-  """What a policy loss may see. All [B, T]; masked entries carry anything.
+  """What a loss may see of some rows: [B, T]; masked entries carry anything.
 
   Attributes:
-    logprobs: under the weights being trained; the only differentiable field.
+    logprobs: under the weights being trained; with `entropy` the only
+      differentiable fields.
+    entropy: of the distribution of each token, in nats.
     old_logprobs: under the trainer's weights before the update.
     sampler_logprobs: under the engine that sampled the token.
-    advantages: one value a row, broadcast over its tokens.
+    reference_logprobs: under the reference policy; None without one.
+    advantages: from the baseline.
     loss_mask: 1 on tokens that train.
+    shares: of each token in the loss of the step; 0 where the mask is 0.
+    segment_ids: which tokens of a row are one sequence.
+    lag: versions between the sampler's weights and those before the update.
+    num_tokens: trained tokens of the whole step; a scalar.
   """
 
   logprobs: Float[Array, "B T"]
+  entropy: Float[Array, "B T"]
   old_logprobs: Float[Array, "B T"]
   sampler_logprobs: Float[Array, "B T"]
+  reference_logprobs: Float[Array, "B T"] | None
   advantages: Float[Array, "B T"]
   loss_mask: Float[Array, "B T"]
+  shares: Float[Array, "B T"]
+  segment_ids: Int[Array, "B T"]
+  lag: Float[Array, "B T"]
+  num_tokens: Float[Array, ""]
 
 
 # ----------------------------------------------------------------- on host
@@ -222,12 +282,17 @@ class SamplingParams:
     forbidden = self.forbidden_ids
     small = all(abs(value) <= 1e30 for _, value in bias)
     # U+FFFD stands for half a character, whose rest is in the next token.
-    readable = all(text and "\ufffd" not in text for text in stops)
+    readable = all(
+      text
+      and "\ufffd" not in text
+      and not any("\ud800" <= letter <= "\udfff" for letter in text)
+      for text in stops
+    )
     seeded = self.seed is None or 0 <= self.seed < 2**31
-    is_finite = 0 <= self.temperature < float("inf")
+    is_usable = 0 <= self.temperature <= HOTTEST
     once = len(set(biased)) == len(biased)
     rules = (
-      (is_finite, "temperature", ">= 0 and finite", self.temperature),
+      (is_usable, "temperature", f"in [0, {HOTTEST:g}]", self.temperature),
       (self.top_k >= 0, "top_k", ">= 0 (0 keeps all)", self.top_k),
       (0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p),
       (0 <= self.min_p < 1, "min_p", "in [0, 1) (0 keeps all)", self.min_p),
@@ -239,6 +304,7 @@ class SamplingParams:
         self.min_tokens,
       ),
       (readable, "stop_strings", "non-empty texts without U+FFFD", stops),
+      (min(self.stop_ids, default=0) >= 0, "stop_ids", ">= 0", self.stop_ids),
       (min(biased, default=0) >= 0, "logit_bias", "ids >= 0", bias),
       (once, "logit_bias", "no id twice", bias),
       (small, "logit_bias", "values within +-1e30", bias),
@@ -357,18 +423,42 @@ class Group:
 
 @runtime_checkable
 class Algorithm(Protocol):
-  """Turns rewards into advantages and log-probabilities into a loss."""
+  """Turns rewards into advantages and log-probabilities into a loss.
 
-  def advantages(
-    self, rewards: Float[Array, " B"], group_ids: Int[Array, " B"]
-  ) -> Float[Array, " B"]:
-    """Gives each row its advantage."""
+  `algos.objective.Objective` is the one that all named algorithms are made of.
+  """
+
+  @property
+  def needs(self) -> frozenset[str]:
+    """What a step has to provide, see `algos.objective.Objective.needs`."""
+    ...
+
+  @property
+  def mask_truncated(self) -> bool:
+    """Whether rollouts that the length limit ended are left out."""
+    ...
+
+  def advantages(self, inputs: AdvantageInputs) -> Float[Array, "B T"]:
+    """Gives each token its advantage."""
+    ...
+
+  def shares(
+    self,
+    mask: Float[Array, "B T"],
+    sequence: Int[Array, "B T"],
+    rollout_ids: Int[Array, " N"],
+  ) -> Float[Array, "B T"]:
+    """Gives each token its share in the loss of the step."""
     ...
 
   def loss(
-    self, inputs: LossInputs, num_tokens: Float[Array, ""]
+    self, inputs: LossInputs
   ) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
-    """Gives the share of some rows in the step's loss, and of its metrics."""
+    """Gives the share of some rows in the step's loss, and metrics.
+
+    Of these, [B, T] numbers are averaged over the trained tokens of the step,
+    and scalars added up.
+    """
     ...
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.algos import grpo, sft
+from jaxrl_post.algos import grpo
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import spec, transformer
 from jaxrl_post.training import optim, step
@@ -41,6 +41,8 @@ def _batch(prompts, completions, rewards, group_ids, *, length=_LENGTH, left=0):
     name: np.zeros((rows, length), np.int32)
     for name in ("tokens", "positions", "segment_ids", "policy_versions")
   }
+  ints["sequence"] = np.full((rows, length), rows, np.int32)
+  blank = np.zeros((rows, length), np.float32)
   mask = np.zeros((rows, length), np.float32)
   for i, (prompt, completion) in enumerate(
     zip(prompts, completions, strict=True)
@@ -50,6 +52,7 @@ def _batch(prompts, completions, rewards, group_ids, *, length=_LENGTH, left=0):
     ints["tokens"][i, at] = [*prompt, *completion]
     ints["positions"][i, at] = np.arange(n + m)
     ints["segment_ids"][i, at] = 1
+    ints["sequence"][i, at] = i
     mask[i, left + n : left + n + m] = 1
   fields = dict(
     **ints,
@@ -58,8 +61,12 @@ def _batch(prompts, completions, rewards, group_ids, *, length=_LENGTH, left=0):
     temperature=np.ones(rows, np.float32),
     rewards=np.array(rewards, np.float32),
     group_ids=np.array(group_ids, np.int32),
-    advantages=np.zeros(rows, np.float32),
-    old_logprobs=np.zeros((rows, length), np.float32),
+    rollout_ids=np.arange(rows, dtype=np.int32),
+    truncated=np.zeros(rows, bool),
+    turn_rewards=blank,
+    advantages=blank,
+    old_logprobs=blank,
+    reference_logprobs=blank,
   )
   return types.Batch(**jax.tree.map(jnp.asarray, fields))
 
@@ -83,11 +90,15 @@ def _state(params=None, **options):
 
 
 @functools.cache
-def _steps(microbatches=1, algo=None):
-  algo = algo or grpo.Grpo()
+def _steps(microbatches=1, algo=None, updates=1):
+  algo = algo or grpo.objective()
   score = jax.jit(
     functools.partial(
-      step.score, decoder=_DECODER, algo=algo, microbatches=microbatches
+      step.score,
+      decoder=_DECODER,
+      algo=algo,
+      microbatches=microbatches,
+      updates=updates,
     )
   )
   update = jax.jit(
@@ -97,6 +108,7 @@ def _steps(microbatches=1, algo=None):
       algo=algo,
       optimizer=_optimizer(),
       microbatches=microbatches,
+      minibatches=updates,
     )
   )
   return score, update
@@ -113,28 +125,35 @@ def _gradient(batch):
 
   The optimizer normalises gradients away; this is what has to be equal.
   """
-  score, _ = _steps()
+  score, _ = _steps(updates=2)
   batch = score(_params(), batch)
 
   def loss(params):
-    logprobs, _ = decoders.logprobs(
-      _DECODER,
-      params,
-      tokens=batch.tokens,
-      positions=batch.positions,
-      segment_ids=batch.segment_ids,
-      temperature=batch.temperature,
-    )
-    inputs = types.LossInputs(
-      logprobs=logprobs,
-      old_logprobs=batch.old_logprobs,
-      sampler_logprobs=batch.sampler_logprobs,
-      advantages=jnp.broadcast_to(batch.advantages[:, None], logprobs.shape),
-      loss_mask=batch.loss_mask,
-    )
-    return grpo.Grpo().loss(inputs, jnp.sum(batch.loss_mask))[0]
+    logprobs, entropy = step._logprobs(_DECODER, params, batch)
+    return grpo.objective().loss(_inputs(batch, logprobs, entropy))[0]
 
   return jax.jit(jax.value_and_grad(loss))(_params())
+
+
+def _inputs(batch, logprobs, entropy, shares=None):
+  """Puts together what the update gives the loss."""
+  if shares is None:
+    shares = grpo.objective().shares(
+      batch.loss_mask, batch.sequence, batch.rollout_ids
+    )
+  return types.LossInputs(
+    logprobs=logprobs,
+    entropy=entropy,
+    old_logprobs=batch.old_logprobs,
+    sampler_logprobs=batch.sampler_logprobs,
+    reference_logprobs=None,
+    advantages=batch.advantages,
+    loss_mask=batch.loss_mask,
+    shares=shares,
+    segment_ids=batch.segment_ids,
+    lag=jnp.zeros_like(batch.loss_mask),
+    num_tokens=jnp.sum(batch.loss_mask),
+  )
 
 
 def _close(a, b, atol):
@@ -147,7 +166,9 @@ def _equal(a, b):
 
 @pytest.mark.parametrize("microbatches", [2, 3, 6])
 def test_score_is_the_same_for_any_cut_into_microbatches(microbatches):
-  whole, cut = (_steps(n)[0](_params(), _ragged()) for n in (1, microbatches))
+  whole, cut = (
+    _steps(n, updates=2)[0](_params(), _ragged()) for n in (1, microbatches)
+  )
   np.testing.assert_allclose(cut.old_logprobs, whole.old_logprobs, atol=1e-6)
   np.testing.assert_array_equal(cut.advantages, whole.advantages)
   np.testing.assert_array_equal(cut.loss_mask, whole.loss_mask)
@@ -174,56 +195,21 @@ def test_c11_splitting_into_microbatches_changes_nothing(microbatches):
 
 
 @pytest.mark.parametrize("cut", [[6], [3, 3], [1, 5], [2, 2, 2]])
-def test_c11_c09_the_loss_is_the_token_mean_however_it_is_cut(cut):
-  """The case's own numbers: rows of sums 3 and 5 over 2 and 4 tokens."""
-  algo = sft.Sft()
-  losses = np.array([[1, 2, 0, 0], [0.5, 0.5, 1.5, 2.5]], np.float32)
-  mask = np.array([[1, 1, 0, 0], [1, 1, 1, 1]], np.float32)
-  inputs = types.LossInputs(
-    logprobs=-losses,
-    old_logprobs=losses,
-    sampler_logprobs=losses,
-    advantages=losses,
-    loss_mask=mask,
-  )
-  rows = [jax.tree.map(lambda x, i=i: x[i : i + 1], inputs) for i in range(2)]
-  total = sum(algo.loss(row, jnp.float32(6))[0] for row in rows)
-  np.testing.assert_allclose(total, 1.333333, atol=1e-6)
-  np.testing.assert_allclose(
-    algo.loss(inputs, jnp.float32(6))[0], 1.333333, atol=1e-6
-  )
-  # And on the model, for parts of any size, with the step's denominator.
-  score, _ = _steps()
+def test_c11_the_loss_is_the_same_however_it_is_cut(cut):
+  score, _ = _steps(updates=2)
   batch = score(_params(), _ragged())
-  tokens = jnp.sum(batch.loss_mask)
+  shares = grpo.objective().shares(
+    batch.loss_mask, batch.sequence, batch.rollout_ids
+  )
   edges = np.cumsum([0, *cut])
   share = 0.0
   for a, b in zip(edges, edges[1:], strict=False):
-    part = jax.tree.map(lambda x, a=a, b=b: x[a:b], batch)
-    one = types.LossInputs(
-      logprobs=part.old_logprobs,
-      old_logprobs=part.old_logprobs,
-      sampler_logprobs=part.sampler_logprobs,
-      advantages=jnp.broadcast_to(
-        part.advantages[:, None], part.loss_mask.shape
-      ),
-      loss_mask=part.loss_mask,
-    )
-    share += grpo.Grpo().loss(one, tokens)[0]
+    part = jax.tree.map(lambda x, a=a, b=b: x[a:b] if x.ndim == 2 else x, batch)
+    entropy = jnp.zeros_like(part.old_logprobs)
+    inputs = _inputs(part, part.old_logprobs, entropy, shares[a:b])
+    share += grpo.objective().loss(inputs)[0]
   _, values = _train(_ragged())
   np.testing.assert_allclose(share, values["loss/policy"], atol=1e-6)
-
-
-def test_c15_unequal_lengths_at_ratio_one():
-  inputs = types.LossInputs(
-    logprobs=jnp.zeros((2, 3)),
-    old_logprobs=jnp.zeros((2, 3)),
-    sampler_logprobs=jnp.zeros((2, 3)),
-    advantages=jnp.array([[1.0] * 3, [-1.0] * 3]),
-    loss_mask=jnp.array([[1.0, 0, 0], [1, 1, 1]]),
-  )
-  loss, _ = grpo.Grpo().loss(inputs, jnp.float32(4))
-  np.testing.assert_allclose(loss, 0.5, atol=1e-6)
 
 
 def test_c13_a_batch_without_trained_tokens_moves_nothing():
@@ -240,13 +226,14 @@ def test_c13_a_batch_without_trained_tokens_moves_nothing():
 
 def test_c13_an_empty_microbatch_changes_nothing():
   batch = _ragged()
-  wide = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
-  mask = jnp.concatenate([jnp.zeros_like(batch.loss_mask), batch.loss_mask])
-  ids = jnp.concatenate([batch.group_ids + 2, batch.group_ids])
-  wide = dataclasses.replace(wide, loss_mask=mask, group_ids=ids)
-  # Strided parts of two: make the empty rows exactly one part.
-  order = np.arange(12).reshape(2, 6).T.reshape(-1)
-  wide = jax.tree.map(lambda x: x[order], wide)
+
+  # Strided parts of two: the empty rows are exactly the first one.
+  def widen(x):
+    if x.ndim == 1:
+      return x
+    return jnp.stack([jnp.zeros_like(x), x], axis=1).reshape(12, -1)
+
+  wide = jax.tree.map(widen, batch)
   plain, m = _train(batch)
   split, n = _train(wide, 2)
   np.testing.assert_allclose(m["loss/policy"], n["loss/policy"], atol=1e-6)
@@ -258,7 +245,7 @@ def test_c115_one_bad_gradient_is_skipped_and_leaves_no_trace(bad):
   state = _state()
   score, update = _steps()
   poisoned = dataclasses.replace(
-    score(state.params, _ragged()), advantages=jnp.full(6, bad)
+    score(state.params, _ragged()), advantages=jnp.full((6, _LENGTH), bad)
   )
   skipped, values = update(state, poisoned)
   assert values["loss/skipped"] == 1
@@ -289,7 +276,7 @@ def test_c01_groups_without_signal_give_a_zero_gradient():
 @pytest.mark.parametrize("options", [{"length": 20}, {"length": 17, "left": 5}])
 def test_c41_padding_changes_neither_logprobs_nor_gradient(options):
   plain, padded = _ragged(), _ragged(**options)
-  score, _ = _steps()
+  score, _ = _steps(updates=2)
   a, b = score(_params(), plain), score(_params(), padded)
   real = np.asarray(plain.loss_mask) > 0
   padded_real = np.asarray(padded.loss_mask) > 0
@@ -304,7 +291,7 @@ def test_c41_padding_changes_neither_logprobs_nor_gradient(options):
 def test_c44_row_order_changes_neither_loss_nor_gradient():
   batch = _ragged()
   order = np.random.default_rng(1).permutation(6)
-  mixed = jax.tree.map(lambda x: x[order], batch)
+  mixed = jax.tree.map(lambda x: x[order] if x.ndim == 2 else x, batch)
   (x, grad), (y, other) = _gradient(batch), _gradient(mixed)
   np.testing.assert_allclose(x, y, atol=1e-6)
   _close(grad, other, 1e-6)
@@ -325,7 +312,7 @@ def test_remat_and_chunks_change_memory_and_not_numbers():
         tokens=batch.tokens,
         positions=batch.positions,
         segment_ids=batch.segment_ids,
-        temperature=batch.temperature,
+        temperature=jnp.ones_like(batch.loss_mask),
       )
       return jnp.sum(logprobs * batch.loss_mask)
 
@@ -352,7 +339,8 @@ def test_c30_temperature_divides_logits_in_the_trainer():
     _params(),
     dataclasses.replace(batch, temperature=jnp.full(6, 0.5)),
     decoder=_DECODER,
-    algo=grpo.Grpo(),
+    algo=grpo.objective(),
+    updates=2,
   )
   real = batch.segment_ids[:, 1:] > 0
   np.testing.assert_allclose(
@@ -362,12 +350,15 @@ def test_c30_temperature_divides_logits_in_the_trainer():
 
 def test_c34_a_bfloat16_body_keeps_float32_logits():
   batch = _ragged()
-  exact = step.score(_params(), batch, decoder=_DECODER, algo=grpo.Grpo())
+  exact = step.score(
+    _params(), batch, decoder=_DECODER, algo=grpo.objective(), updates=2
+  )
   rough = step.score(
     _params(),
     batch,
     decoder=dataclasses.replace(_DECODER, dtype="bfloat16"),
-    algo=grpo.Grpo(),
+    algo=grpo.objective(),
+    updates=2,
   )
   assert rough.old_logprobs.dtype == jnp.float32
   mask = batch.loss_mask > 0
@@ -408,7 +399,7 @@ def test_weight_decay_leaves_norms_alone():
 
 @pytest.mark.parametrize("masked", [0, 2])
 def test_mismatch_is_measured_on_rows_of_lag_zero_only(masked):
-  score, update = _steps()
+  score, update = _steps(updates=2)[0], _steps()[1]
   batch = score(_params(), _ragged())
   # Row 5 began at version 0: its later tokens saw a prompt of older weights,
   # whether or not its first ones train.

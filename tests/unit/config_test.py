@@ -12,11 +12,13 @@ from typing import Literal
 import pytest
 
 from jaxrl_post import config, types
-from jaxrl_post.algos import grpo
+from jaxrl_post.algos import dpo, objective
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.models import decoder, transformer
+from jaxrl_post.placement import settings
 from jaxrl_post.rewards import pool
-from jaxrl_post.runtime import checkpoint
+from jaxrl_post.runtime import assign, checkpoint
+from jaxrl_post.training import optim
 from tests.e2e import experiment
 
 
@@ -68,7 +70,7 @@ def tiny(**fields) -> config.Run:
     ("rewards.weights=2", (2.0,)),
     ("rewards.functions=operator:eq", (operator.eq,)),
     ("data.train.make=operator:index", operator.index),
-    ("algo.clip_low=0.1", 0.1),
+    ("algo.region.low=0.1", 0.1),
   ],
 )
 def test_a_value_is_read_by_the_type_of_its_leaf(assignment, expected):
@@ -125,7 +127,24 @@ class Leaves:
 )
 def test_every_kind_of_leaf_can_be_set(name, text, expected):
   hint = typing.get_type_hints(Leaves)[name]
-  assert config._parse(text, hint, "--set x") == expected
+  assert assign._parse(text, hint, "--set x") == expected
+
+
+def test_what_is_exact_for_one_update_is_not_updated_more_often():
+  with pytest.raises(types.InputError, match="optim.minibatches.* got 2 and 1"):
+    tiny(algo=dpo.objective(), optim=optim.Optim(minibatches=2))
+
+
+def test_a_group_that_may_be_left_out_is_set_as_a_whole_or_begun():
+  run = config.override(tiny(), ["algo.correction=none"])
+  assert run.algo.correction is None
+  split = ["placement.mode=roles", "placement.roles.generation_replicas=2"]
+  run = config.override(tiny(), split)
+  assert run.placement.roles == settings.Roles(generation_replicas=2)
+  assert config.override(run, ["placement.roles=None"]).placement.roles is None
+  # One that needs a value has no defaults to begin with.
+  with pytest.raises(types.InputError, match="--set algo.kl: expected a leaf"):
+    config.override(tiny(), ["algo.kl.coef=0.1"])
 
 
 @pytest.mark.parametrize(
@@ -168,7 +187,7 @@ def test_a_pair_that_is_no_pair_is_refused():
   hint = typing.get_type_hints(Leaves)["pair"]
   for text in ("3", "(3,", "x"):
     with pytest.raises(types.InputError, match="--set x: expected"):
-      config._parse(text, hint, "--set x")
+      assign._parse(text, hint, "--set x")
 
 
 # ---------------------------------------------------------------------- --exp
@@ -228,7 +247,6 @@ def test_an_experiment_that_is_none_is_refused(folder, name, words):
 def test_leaves_are_all_there_by_dotted_name():
   found = config.leaves(tiny())
   assert found["optim.b1"] == 0.9
-  assert found["warmup.optim.b1"] == 0.9
   assert found["model.config.num_layers"] == 1
   assert found["rewards.functions"] == (score,)
   assert not any(dataclasses.is_dataclass(value) for value in found.values())
@@ -248,7 +266,7 @@ def test_every_leaf_that_is_a_value_can_be_set_to_what_it_is():
 
 def test_json_names_classes_and_functions():
   tree = json.loads(json.dumps(config.to_json(tiny())))
-  assert tree["algo"]["class"] == f"{grpo.__name__}:Grpo"
+  assert tree["algo"]["class"] == f"{objective.__name__}:Objective"
   assert tree["rewards"]["functions"] == [f"{__name__}:score"]
   assert tree["data"]["train"]["make"] == f"{__name__}:make"
   assert tree["optim"]["learning_rate"] == 1e-6

@@ -86,7 +86,7 @@ def _teacher_forced(params, tokens):
     tokens=ids,
     positions=jnp.arange(ids.shape[1])[None],
     segment_ids=jnp.ones_like(ids),
-    temperature=jnp.ones(1),
+    temperature=jnp.ones(ids.shape),
   )
   return np.asarray(logprobs[0])
 

@@ -118,7 +118,7 @@ def test_logprobs_are_those_of_a_teacher_forced_forward(temperature):
       tokens=tokens,
       positions=positions,
       segment_ids=jnp.ones_like(tokens),
-      temperature=jnp.array([temperature]),
+      temperature=jnp.full(tokens.shape, temperature),
     )
     np.testing.assert_allclose(
       completion.logprobs, logprobs[0, len(prompt) :], atol=1e-5, rtol=1e-5
@@ -147,7 +147,9 @@ def test_c53_what_does_not_fit_the_cache_is_refused_and_the_limit_fits():
   small = _engine(max_prompt=5, max_tokens=3)
   with pytest.raises(types.InputError, match="max_tokens of at most 3, got 5"):
     small.add(_request(_prompt(5), [0], max_tokens=5))
-  with pytest.raises(types.InputError, match="prompt tokens of at most 5"):
+  with pytest.raises(
+    types.InputError, match="number of prompt tokens of at most 5"
+  ):
     small.add(_request(_prompt(6), [0], max_tokens=1))
   ask = _request(_prompt(5), [0], temperature=0.0, max_tokens=3)
   large = _request(_prompt(5), [0], temperature=0.0, max_tokens=8)
@@ -193,7 +195,7 @@ def test_a_group_is_prefilled_once(monkeypatch):
 
 def test_a_prompt_the_model_cannot_read_is_refused():
   engine = _engine()
-  with pytest.raises(types.InputError, match="largest token of at most 63"):
+  with pytest.raises(types.InputError, match="prompt tokens of at most 63"):
     engine.add(_request((64,), [0], max_tokens=4))
   with pytest.raises(types.InputError, match="at least one token"):
     engine.add(_request((), [0], max_tokens=4))

@@ -97,12 +97,18 @@ def test_nothing_to_average_is_nan():
 def test_lag_is_of_trained_tokens_and_the_head_is_the_first_of_a_row():
   versions = np.array([[0, 3, 4, 5], [0, 0, 5, 5], [9, 9, 9, 9]])
   mask = np.array([[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]], np.float32)
-  got = metrics.staleness(versions, mask, 5)
+  rows = np.broadcast_to(np.arange(3)[:, None], (3, 4))
+  got = metrics.staleness(versions, mask, 5, sequence=rows)
   assert got == {
     "staleness/mean": (2 + 1 + 0 + 0) / 4,
     "staleness/max": 2,
     "staleness/head": (2 + 0) / 2,
   }
+  # Two sequences in one row have a first token each.
+  got = metrics.staleness(
+    versions[:1], mask[:1], 5, sequence=np.array([[0, 0, 1, 1]])
+  )
+  assert got["staleness/head"] == (2 + 1) / 2
 
 
 def test_masked_tokens_are_a_share_of_those_that_were_sampled():
@@ -115,7 +121,8 @@ def test_masked_tokens_are_a_share_of_those_that_were_sampled():
 
 
 def test_a_batch_that_trains_nothing_has_no_lag():
-  got = metrics.staleness(np.zeros((2, 3), int), np.zeros((2, 3)), 1)
+  none = np.zeros((2, 3), int)
+  got = metrics.staleness(none, np.zeros((2, 3)), 1, sequence=none)
   assert all(math.isnan(value) for value in got.values())
 
 

@@ -292,9 +292,9 @@ def test_a_dtype_says_what_is_quantized(dtype, compute, weights, cache):
 @pytest.mark.parametrize("dtype", ["int8", "int8_cache"])
 def test_quantized_rollouts_without_their_correction_are_refused(dtype):
   with pytest.raises(
-    types.InputError, match=f"importance_cap: .*dtype={dtype}.* got None"
+    types.InputError, match=f"algo.correction: .*dtype={dtype}.* got None"
   ):
-    runs.configured(f"sampling.dtype={dtype}", "algo.importance_cap=none")
+    runs.configured(f"sampling.dtype={dtype}", "algo.correction=none")
   assert runs.configured(f"sampling.dtype={dtype}").sampling.dtype == dtype
 
 
@@ -309,13 +309,13 @@ def test_rounding_that_nothing_corrects_is_warned_of(monkeypatch):
     logging, "warning", lambda text, *args: lines.append(text % args)
   )
   for settings, count in (
-    (["algo.importance_cap=none"], 0),
+    (["algo.correction=none"], 0),
     (["sampling.dtype=bfloat16"], 0),
-    (["sampling.dtype=bfloat16", "algo.importance_cap=none"], 1),
+    (["sampling.dtype=bfloat16", "algo.correction=none"], 1),
   ):
     lines.clear()
     prepare.prepare(runs.configured(*settings))
-    assert len([line for line in lines if "importance_cap" in line]) == count
+    assert len([line for line in lines if "algo.correction" in line]) == count
 
 
 def test_the_dtype_is_no_setting_that_a_continued_run_may_change():

@@ -207,6 +207,9 @@ def batch_of(cfg: config.Run) -> types.Batch:
     empty,
     tokens=np.ones_like(empty.tokens),
     segment_ids=np.ones_like(empty.segment_ids),
+    sequence=np.tile(
+      np.arange(cfg.rows, dtype=np.int32)[:, None], (1, cfg.length)
+    ),
     loss_mask=np.ones_like(empty.loss_mask),
     rewards=np.arange(cfg.rows, dtype=np.float32),
     group_ids=np.arange(cfg.rows, dtype=np.int32) // cfg.group_size,

@@ -222,7 +222,7 @@ def _scores(params, ids, length, temperature):
     tokens=ids,
     positions=places,
     segment_ids=(places < length).astype(jnp.int32),
-    temperature=temperature[None],
+    temperature=jnp.full(ids.shape, temperature),
   )
   return logprobs[0]
 
@@ -320,8 +320,9 @@ def test_scoring_holds_a_chunk_of_logits_at_a_time():
     np.ones(2, np.int32),
     np.ones(2, "f4"),
   )
-  assert "f32[2,8,64]" in str(program)
+  assert "f32[1,8,64]" in str(program)
   assert "f32[2,32,64]" not in str(program)
+  assert "f32[1,64,64]" not in str(program)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -1,5 +1,7 @@
 """A model from a folder, sampled without a run."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +54,7 @@ def test_samples_are_in_the_order_of_the_prompts_and_say_what_was_made(
       tokens=ids,
       positions=jnp.arange(ids.shape[1])[None],
       segment_ids=jnp.ones_like(ids),
-      temperature=jnp.array([0.8]),
+      temperature=jnp.full(ids.shape, 0.8),
     )
     np.testing.assert_allclose(
       sample.logprobs, logprobs[0, len(prompt) :], atol=1e-4
@@ -168,7 +170,7 @@ def test_what_breaks_off_leaves_nothing_behind(sampler, monkeypatch):
     (["a"], {"n": 0}, "n: expected a whole number >= 1, got 0"),
     (["a"], {"heat": 1}, "heat: expected one of temperature, top_k"),
     (["a"], {"temperature": "hot"}, "temperature: expected float"),
-    (["a"], {"temperature": -1}, "sampling.temperature: expected >= 0"),
+    (["a"], {"temperature": -1}, r"temperature: expected in \[0, 1e\+06\]"),
     (["a"], {"max_tokens": 2.5}, "max_tokens: expected int, got 2.5"),
     (["a"], {"max_tokens": 13}, "max_tokens of at most 12, got 13"),
     (["a"], {"top_logprobs": 3}, "top_logprobs of at most 2, got 3"),
@@ -178,6 +180,19 @@ def test_what_breaks_off_leaves_nothing_behind(sampler, monkeypatch):
     (["a"], {"logit_bias": [5]}, r"logit_bias: .*float.*got \[5\]"),
     (["a"], {"logit_bias": [[5]]}, r"logit_bias: .*float.*got \[\[5\]\]"),
     (["a"], {"prompt_logprobs": 1}, "prompt_logprobs: expected bool, got 1"),
+    (["a"], {"temperature": 1e39}, r"temperature: expected in \[0, 1e\+06\]"),
+    (
+      ["a"],
+      {"stop_ids": [2**40]},
+      "stop ids of at most 263, got 1099511627776",
+    ),
+    (["a"], {"stop_ids": [-1]}, "stop_ids: expected >= 0"),
+    (
+      ["a"],
+      {"stop_ids": [*range(65)]},
+      "number of stop ids of at most 64, got 65",
+    ),
+    (["a"], {"stop_strings": ["\ud800"]}, "stop_strings: expected non-empty"),
     (["a"], {"seed": "x"}, r"seed: expected int \| None, got 'x'"),
   ],
 )
@@ -195,7 +210,17 @@ def test_a_call_that_cannot_be_is_refused(sampler, prompts, given, expected):
     ({"max_tokens": 500, "max_prompt": 13}, "at most 512 positions"),
     ({"data": 3, "rows": 4}, "rows: expected a multiple of data=3, got 4"),
     ({"data": 3, "tensor": 3}, "at most the 8 devices of this process"),
-    ({"rows": 0}, "sampling.rows: expected >= 1, got 0"),
+    (
+      {"rows": 0},
+      r"sampling.rows: expected a number in \[1, 16777216\], got 0",
+    ),
+    (
+      {"block": 2**31},
+      r"block: expected a number in \[1, 16777216\], got 2147",
+    ),
+    ({"seed": 2**64}, r"seed: expected a whole number in \[0, 2\*\*32\), got"),
+    ({"seed": -1}, r"seed: expected a whole number in \[0, 2\*\*32\), got -1"),
+    ({"top_logprobs": 265}, "top_logprobs: expected at most the 264 ids"),
     ({"rows": "many"}, "rows: expected int, got 'many'"),
     ({"dtype": "float16"}, "dtype: expected one of float32, bfloat16"),
     ({"in_flight": "drain"}, "in_flight: expected one of rows"),
@@ -206,6 +231,22 @@ def test_sizes_that_do_not_fit_are_refused(folder, given, expected):
   with pytest.raises(types.InputError, match=expected) as error:
     sampling.load(folder, **sizes)
   assert "\n" not in str(error.value)
+
+
+def test_prompts_may_be_one_token_long(folder):
+  short = sampling.load(folder, max_prompt=1, max_tokens=4, rows=2, group=2)
+  long = sampling.load(folder, max_prompt=2, max_tokens=4, rows=2, group=2)
+  one, two = (s.generate([[5], [7]], n=2) for s in (short, long))
+  assert [s.tokens for s in one] == [s.tokens for s in two]
+
+
+def test_weights_that_are_no_numbers_end_the_call(folder, monkeypatch):
+  made = sampling.load(folder, max_prompt=4, max_tokens=4, rows=2)
+  broken = jax.tree.map(lambda x: x * jnp.nan, made._policy.params)
+  policy = dataclasses.replace(made._policy, params=broken)
+  monkeypatch.setattr(made, "_policy", policy)
+  with pytest.raises(types.RunError, match="got NaN from weights of version 0"):
+    made.generate([[5]])
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

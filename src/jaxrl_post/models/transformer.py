@@ -243,6 +243,7 @@ def forward(
   attend: Attend | None = None,
   dtype: Literal["float32", "bfloat16"] = "float32",
   remat: bool = False,
+  sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
   """Runs the decoder over tokens.
 
@@ -262,6 +263,9 @@ def forward(
       attention among them.
     dtype: compute dtype of matrix products; norms and softmax are float32.
     remat: recompute each layer in the backward pass instead of keeping it.
+    sharding: how rows and positions lie on a mesh. Hidden states are held to
+      it, so that split weights are gathered layer by layer; otherwise the
+      compiler may as well split the states like the weights, and send those.
 
   Returns:
     Hidden states after the last norm, and the cache as `attend` left it.
@@ -272,10 +276,15 @@ def forward(
   x = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan)
   x = x.astype(dtype)
 
+  def lay(x: jax.Array) -> jax.Array:
+    if sharding is None:
+      return x
+    return jax.lax.with_sharding_constraint(x, sharding)
+
   def layer(x, xs):
     weights, cached = xs
     weights = {name: _cast(w, dtype) for name, w in weights.items()}
-    return _block(cfg, x, weights, ctx, cached)
+    return _block(cfg, lay(x), weights, ctx, cached)
 
   if remat:
     layer = jax.checkpoint(layer, prevent_cse=False)
@@ -288,7 +297,7 @@ def forward(
     cache = None if cache is None else tuple(made)
   else:
     x, cache = jax.lax.scan(layer, x, (params["layers"], cache))
-  return _rms_norm(x, params["final_norm"], cfg.norm_eps), cache
+  return _rms_norm(lay(x), params["final_norm"], cfg.norm_eps), cache
 
 
 def unstack(params: types.Tree) -> types.Tree:
@@ -322,55 +331,3 @@ def logits(
   head = params["embed"].T if cfg.tie_embeddings else params["head"]
   head = head.astype(hidden.dtype)
   return jnp.dot(hidden, head, preferred_element_type=jnp.float32)
-
-
-def token_logprobs(
-  params: types.Tree,
-  cfg: Config,
-  hidden: Float[Array, "B T D"],
-  targets: Int[Array, "B T"],
-  temperature: Float[Array, " B"],
-  *,
-  chunk: int = 128,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-  """Scores one target a position without ever holding [B, T, V].
-
-  Args:
-    params: weights.
-    cfg: shape of the decoder.
-    hidden: states that predict `targets`.
-    targets: ids.
-    temperature: divides the logits of its row, as in the sampler. Rows at 0
-      (greedy) are scored at temperature 1, as the sampler reports them.
-    chunk: positions whose logits exist at a time, in forward and backward.
-
-  Returns:
-    The log-probability of each target and the entropy of its distribution, in
-    nats. The entropy carries no gradient.
-  """
-  length = targets.shape[1]
-  chunk = min(chunk, length)
-  pad = -length % chunk
-  hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))
-  targets = jnp.pad(targets, ((0, 0), (0, pad)))
-  inverse = 1.0 / jnp.where(temperature > 0, temperature, 1.0)
-
-  @jax.checkpoint
-  def score(_, xs):
-    hidden_BCD, targets_BC = xs
-    z = logits(params, cfg, hidden_BCD) * inverse[:, None, None]
-    log_z = jax.nn.logsumexp(z, axis=-1)
-    taken = jnp.take_along_axis(z, targets_BC[..., None], axis=-1)[..., 0]
-    z = jax.lax.stop_gradient(z - log_z[..., None])
-    entropy = -jnp.sum(jnp.exp(z) * z, axis=-1)
-    return None, (taken - log_z, entropy)
-
-  def split(x: jax.Array) -> jax.Array:
-    x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
-    return x.swapaxes(0, 1)
-
-  _, out = jax.lax.scan(score, None, (split(hidden), split(targets)))
-  logprobs, entropy = (
-    x.swapaxes(0, 1).reshape(x.shape[1], -1)[:, :length] for x in out
-  )
-  return logprobs, entropy

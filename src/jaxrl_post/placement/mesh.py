@@ -115,7 +115,7 @@ class Placement:
       they generate, too.
     generation_devices: the devices that generate when split; listed if, and
       only if, `training_devices` is.
-    roles: which processes there are in mode roles.
+    roles: which processes there are in mode roles; None is one of each.
     publish: how weights travel.
     park: what gives its memory to the other side of a colocated run:
       "optimizer" moves the optimizer's state to the host's memory between
@@ -131,7 +131,7 @@ class Placement:
   cpu_devices: int | None = None
   training_devices: tuple[int, ...] = ()
   generation_devices: tuple[int, ...] = ()
-  roles: settings.Roles = settings.Roles()
+  roles: settings.Roles | None = None
   publish: settings.Publishing = settings.Publishing()
   park: tuple[str, ...] = ()
   peer_timeout_s: float = 20.0
@@ -146,6 +146,12 @@ class Placement:
         "placement.generation_fraction: expected a number between 0 and 1, "
         f"got {self.generation_fraction}. Use mode colocated to share devices."
       )
+    settings.check(
+      "roles",
+      self.roles,
+      f"none in mode {self.mode}",
+      self.mode == "roles" or self.roles is None,
+    )
     cpus = self.cpu_devices
     holds = cpus is None or 1 <= cpus <= 512
     settings.check("cpu_devices", cpus, "1 to 512", holds)
@@ -160,6 +166,11 @@ class Placement:
     settings.check_lists(
       self.mode, self.training_devices, self.generation_devices
     )
+
+  @property
+  def processes(self) -> settings.Roles:
+    """The processes of mode roles."""
+    return self.roles or settings.Roles()
 
 
 class Shares(NamedTuple):
@@ -224,8 +235,8 @@ def shares(cfg: Placement, count: int, processes: int = 1) -> Shares:
   """
   training, generation = _sizes(cfg.training), _sizes(cfg.generation)
   if cfg.mode == "roles":
-    replicas = cfg.roles.generation_replicas
-    generate = replicas * cfg.roles.replica_devices
+    replicas = cfg.processes.generation_replicas
+    generate = replicas * cfg.processes.replica_devices
     counts.resolve("placement.training", training, count)
     local_axes(cfg.generation, generate, replicas)
     return Shares(count, generate, 0)

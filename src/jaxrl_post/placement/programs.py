@@ -167,7 +167,7 @@ def _meshes(
     generation=meshes.over(np.asarray(own), ("part",)),
     idle=0,
     shared=False,
-    replicas=cfg.roles.generation_replicas,
+    replicas=cfg.processes.generation_replicas,
   )
 
 
@@ -253,10 +253,12 @@ def build(
     return trainers.build(
       placed.training,
       params=params,
-      decoder=decoder,
+      decoder=dataclasses.replace(
+        decoder, sharding=meshes.token_sharding(placed.training)
+      ),
       algo=algo,
-      optimizer=optim.build(optimizer, num_steps),
-      microbatches=optimizer.microbatches,
+      optimizer=optim.build(optimizer, num_steps * optimizer.updates),
+      cut=optimizer,
       key=key,
       keep_params=publisher.aliases,
       park="optimizer" in cfg.park,

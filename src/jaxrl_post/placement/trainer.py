@@ -12,7 +12,7 @@ import optax
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.placement import mesh as meshes
-from jaxrl_post.training import step
+from jaxrl_post.training import optim, step
 
 Metrics = dict[str, jax.Array]
 
@@ -49,7 +49,7 @@ def build(
   decoder: decoders.Decoder,
   algo: types.Algorithm,
   optimizer: optax.GradientTransformation,
-  microbatches: int,
+  cut: optim.Optim,
   key: jax.Array,
   keep_params: bool,
   park: bool,
@@ -63,7 +63,7 @@ def build(
     decoder: the model.
     algo: advantages and loss.
     optimizer: from `training.optim.build`, or any optax transformation.
-    microbatches: parts that score and update cut the rows into.
+    cut: microbatches, minibatches and epochs of a batch.
     key: the run's key.
     keep_params: leave the weights alive in `update`, because the policy is an
       alias of them; otherwise their memory is used again.
@@ -78,9 +78,11 @@ def build(
   """
   # A tree of shardings takes the record's place: not arrays, hence Any.
   whole: Any = jax.sharding.NamedSharding(mesh, jax.P())
-  shapes = jax.eval_shape(
-    functools.partial(step.init, optimizer=optimizer), params, key
+  has_reference = "reference" in algo.needs
+  init = functools.partial(
+    step.init, optimizer=optimizer, reference=has_reference
   )
+  shapes = jax.eval_shape(init, params, key)
   by_leaf = jax.tree.map(lambda x: x.sharding, params)
   shardings = types.TrainState(
     step=whole,
@@ -94,16 +96,25 @@ def build(
       transform_non_params=lambda _: whole,
     ),
     key=whole,
+    reference=by_leaf if has_reference else None,
   )
 
   @functools.partial(jax.jit, out_shardings=shardings)
   def start(params: types.Tree, key: jax.Array) -> types.TrainState:
-    return step.init(params, key, optimizer)
+    return init(params, key)
 
-  @functools.partial(jax.jit, in_shardings=(by_leaf, None))
-  def score(params: types.Tree, batch: types.Batch) -> types.Batch:
+  @functools.partial(jax.jit, in_shardings=(by_leaf, shardings.reference, None))
+  def score(
+    params: types.Tree, reference: types.Tree, batch: types.Batch
+  ) -> types.Batch:
     scored = step.score(
-      params, batch, decoder=decoder, algo=algo, microbatches=microbatches
+      params,
+      batch,
+      decoder=decoder,
+      algo=algo,
+      reference=reference,
+      microbatches=cut.microbatches * cut.minibatches,
+      updates=cut.updates,
     )
     return jax.tree.map(
       lambda x: jax.lax.with_sharding_constraint(x, _lie(mesh, x)), scored
@@ -123,7 +134,9 @@ def build(
       decoder=decoder,
       algo=algo,
       optimizer=optimizer,
-      microbatches=microbatches,
+      microbatches=cut.microbatches,
+      minibatches=cut.minibatches,
+      epochs=cut.epochs,
     )
 
   def put(batch: types.Batch) -> types.Batch:
@@ -149,7 +162,7 @@ def build(
 
   def launch_score(state: types.TrainState, batch: types.Batch) -> types.Batch:
     with lock:
-      return score(state.params, batch)
+      return score(state.params, state.reference, batch)
 
   def launch_update(
     state: types.TrainState, batch: types.Batch
@@ -173,9 +186,10 @@ def build(
 
 
 def _lie(mesh: jax.sharding.Mesh, x: Any) -> jax.sharding.NamedSharding:
-  """Says how an array of a batch lies: by rows, or by rows and tokens."""
-  by_token = x.ndim == 2
-  return (meshes.token_sharding if by_token else meshes.batch_sharding)(mesh)
+  """Says how an array of a batch lies: by rows and tokens, or whole."""
+  if x.ndim == 2:
+    return meshes.token_sharding(mesh)
+  return jax.sharding.NamedSharding(mesh, jax.P())
 
 
 def _parked(

@@ -64,22 +64,26 @@ def staleness(
   policy_versions: Int[np.ndarray, "B T"],
   loss_mask: Float[np.ndarray, "B T"],
   version: int,
+  *,
+  sequence: Int[np.ndarray, "B T"],
 ) -> dict[str, float]:
   """Measures the lag of the tokens of one batch.
 
   Args:
     policy_versions: version that sampled each token.
-    loss_mask: 1 on tokens that train; rows without any do not count.
+    loss_mask: 1 on tokens that train.
     version: the trainer's version when the batch's first update begins.
+    sequence: of which each token is; those without a trained one do not count.
 
   Returns:
     `staleness/mean` and `staleness/max` over trained tokens;
-    `staleness/head`, the mean over rows of the lag of the first of them.
+    `staleness/head`, the mean over sequences of the lag of the first of them.
   """
   mask = np.asarray(loss_mask) > 0
   lag = version - np.asarray(policy_versions)
-  rows = mask.any(axis=1)
-  heads = lag[rows, mask[rows].argmax(axis=1)]
+  # Tokens of a sequence lie in order: the first that is found comes first.
+  _, first = np.unique(sequence[mask], return_index=True)
+  heads = lag[mask][first]
   return {
     "staleness/mean": _over(np.mean, lag[mask]),
     "staleness/max": _over(np.max, lag[mask]),

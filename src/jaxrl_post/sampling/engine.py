@@ -26,6 +26,8 @@ from jaxrl_post.sampling import programs, reader, rows, space, steps
 
 # Below it, logits divided by the temperature leave float32.
 _COLDEST = 0.01
+# Larger sizes have no meaning, and overflow a device's integers.
+_MOST = 2**24
 _AGE = operator.attrgetter("age")
 
 
@@ -34,7 +36,7 @@ class Sampling:
   """How completions are sampled in training, and the size of the engine.
 
   Attributes:
-    temperature: of the training rollouts; at least 0.01.
+    temperature: of the training rollouts; from 0.01 to 1e6.
     max_tokens: longest completion.
     rows: completions in flight at a time.
     block: tokens made per dispatch; new weights take effect between blocks.
@@ -77,10 +79,10 @@ class Sampling:
   def __post_init__(self) -> None:
     names = ("max_tokens", "rows", "block", "prefill_tokens", "page")
     for name in names:
-      if getattr(self, name) < 1:
+      if not 1 <= getattr(self, name) <= _MOST:
         raise types.InputError(
-          f"sampling.{name}: expected >= 1, got {getattr(self, name)}. "
-          "Correct the value."
+          f"sampling.{name}: expected a number in [1, {_MOST}], got "
+          f"{getattr(self, name)}. Correct the value."
         )
     if self.top_logprobs < 0:
       raise types.InputError(
@@ -92,10 +94,11 @@ class Sampling:
         f"sampling.cache: expected a share in (0, 1], got {self.cache}. 1 "
         "holds all rows at their longest."
       )
-    if self.temperature < _COLDEST:
+    if not _COLDEST <= self.temperature <= types.HOTTEST:
       raise types.InputError(
-        f"sampling.temperature: expected >= {_COLDEST}, got "
-        f"{self.temperature}. Training needs completions that differ."
+        f"sampling.temperature: expected a number in [{_COLDEST}, "
+        f"{types.HOTTEST:g}], got {self.temperature}. Training needs "
+        "completions that differ."
       )
 
   @property

@@ -356,7 +356,7 @@ def join(
     pages = jnp.arange(num_places) * page < shared[:, None]
     wanted = (new[:, None] & pages).reshape(-1)
     taken, num_left = _take(t.prompt_free, t.num_prompt_free, wanted)
-    taken = taken.reshape(-1, num_places)
+    taken = taken.reshape(pages.shape)
     known = known[:, None]
     taken = jnp.where(known, t.prompt.at[group].get(mode="clip"), taken)
     taken = jnp.where(some[:, None], taken, none)

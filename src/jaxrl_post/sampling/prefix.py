@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
-from jaxrl_post.models import transformer
+from jaxrl_post.models import scoring, transformer
 
 
 @types.record
@@ -160,12 +160,12 @@ def _scored(
   if scores is None:
     return None
   before = jnp.concatenate([scores.hidden[:, None], hidden[:, :-1]], axis=1)
-  logprobs, _ = transformer.token_logprobs(
+  logprobs, _ = scoring.token_logprobs(
     params,
     decoder.config,
     before,
     tokens,
-    scores.temperature,
+    jnp.broadcast_to(scores.temperature[:, None], tokens.shape),
     chunk=decoder.chunk,
   )
   first = begin + jnp.arange(tokens.shape[1]) == 0  # Nothing predicts it.

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -183,7 +184,17 @@ class Row:
     )
 
   def finished(self) -> types.Completion:
-    """Returns all of it, once it has ended."""
+    """Returns all of it, once it has ended.
+
+    Raises:
+      RunError: a token was drawn from what is no distribution.
+    """
+    if math.isnan(sum(self.logprobs)):
+      raise types.RunError(
+        f"engine: expected log-probabilities of completion {self.uid}, got NaN "
+        f"from weights of version {self.versions[-1]}. Weights or products are "
+        "not finite."
+      )
     asked = self.request.sampling.top_logprobs
     unknown = ((),) * (len(self.tokens) - len(self.top))
     top = (*unknown, *(most[:asked] for most in self.top))
@@ -400,20 +411,25 @@ def check(
   sampling = request.sampling
   changed = {i for i, _ in sampling.logit_bias} | {*sampling.forbidden_ids}
   limits = (
-    ("prompt tokens", len(request.prompt), max_prompt),
-    ("tokens that it goes on from", begun, request.sampling.max_tokens - 1),
+    ("number of prompt tokens", len(request.prompt), max_prompt),
+    (
+      "number of tokens that it goes on from",
+      begun,
+      request.sampling.max_tokens - 1,
+    ),
     ("max_tokens", sampling.max_tokens, max_tokens),
-    ("stop ids", len(sampling.stop_ids), steps.MAX_IDS),
+    ("number of stop ids", len(sampling.stop_ids), steps.MAX_IDS),
     ("top_logprobs", sampling.top_logprobs, top_logprobs),
-    ("biased and forbidden ids", len(changed), steps.MAX_IDS),
-    ("largest of them", max(changed, default=0), vocab_size - 1),
-    ("largest token", max(request.prompt, default=0), vocab_size - 1),
+    ("number of biased and forbidden ids", len(changed), steps.MAX_IDS),
+    ("biased and forbidden ids", max(changed, default=0), vocab_size - 1),
+    ("stop ids", max(sampling.stop_ids, default=0), vocab_size - 1),
+    ("prompt tokens", max(request.prompt, default=0), vocab_size - 1),
   )
   for name, value, most in limits:
     if value > most:
       raise types.InputError(
         f"request {request.uids[0]}: expected {name} of at most {most}, got "
-        f"{value}. Shorten the request or enlarge the engine."
+        f"{value}. Ask for less; the sizes of an engine are settings."
       )
   if min(request.prompt, default=0) < 0:
     raise types.InputError(

@@ -24,8 +24,11 @@ class Optim:
     eps: added to the root of the latter.
     weight_decay: per unit of learning rate, on matrices only.
     clip_norm: largest global gradient norm; a longer gradient is scaled.
-    microbatches: parts a step's rows are cut into, one after the other, to
-      save memory; changes neither loss nor gradient.
+    microbatches: parts an update's rows are cut into, one after the other, to
+      save memory; changes neither loss nor gradient. Parts without a row cost
+      nothing: rollouts share rows where they fit.
+    minibatches: updates that share the rows of a batch.
+    epochs: how often each row is trained; the same order each time.
     max_skipped: updates in a row that may be skipped because their loss or
       gradient is not finite; one more ends the run. 0 stops at the first.
   """
@@ -39,6 +42,8 @@ class Optim:
   weight_decay: float = 0.0
   clip_norm: float = 1.0
   microbatches: int = 1
+  minibatches: int = 1
+  epochs: int = 1
   max_skipped: int = 3
 
   def __post_init__(self) -> None:
@@ -51,6 +56,8 @@ class Optim:
       ("weight_decay", self.weight_decay >= 0, ">= 0"),
       ("clip_norm", self.clip_norm > 0, "> 0"),
       ("microbatches", self.microbatches >= 1, ">= 1"),
+      ("minibatches", self.minibatches >= 1, ">= 1"),
+      ("epochs", self.epochs >= 1, ">= 1"),
       ("max_skipped", self.max_skipped >= 0, ">= 0"),
     )
     for name, holds, rule in rules:
@@ -59,6 +66,11 @@ class Optim:
           f"optim.{name}: expected {rule}, got {getattr(self, name)}. "
           "Correct the value."
         )
+
+  @property
+  def updates(self) -> int:
+    """How many updates a batch has."""
+    return self.minibatches * self.epochs
 
 
 def schedule(cfg: Optim, num_steps: int) -> optax.Schedule:

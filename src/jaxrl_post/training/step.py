@@ -1,29 +1,57 @@
 """The trainer's pure steps: init, score, update. Jit them, or call them."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
+from jaxrl_post.algos import sequences
 from jaxrl_post.models import decoder as decoders
+from jaxrl_post.training import diagnostics
+
+# Numbers of a step: those that add up over microbatches, and largest ones.
+_Sums = dict[str, jax.Array]
 
 
 def init(
   params: types.Tree,
   key: jax.Array,
   optimizer: optax.GradientTransformation,
+  *,
+  reference: bool = False,
 ) -> types.TrainState:
-  """Returns the state before the first update: step 0, version 0."""
+  """Returns the state before the first update: step 0, version 0.
+
+  Args:
+    params: the first weights.
+    key: random key of the rollouts.
+    optimizer: from `optim.build`, or any optax transformation.
+    reference: keep a copy of the weights as the reference policy.
+  """
   return types.TrainState(
     step=jnp.zeros((), jnp.int32),
     version=jnp.zeros((), jnp.int32),
     params=params,
     opt_state=optimizer.init(params),
     key=key,
+    # A copy: the update uses the memory of the weights again.
+    reference=jax.tree.map(jnp.copy, params) if reference else None,
   )
+
+
+def needs_old(algo: types.Algorithm, updates: int) -> bool:
+  """Whether the old log-probabilities take a pass of their own.
+
+  Before the only update of a batch they are the ones that the update computes
+  anyway, by the same function of the same weights.
+  """
+  return updates > 1 or "old" in algo.needs
 
 
 def score(
@@ -32,36 +60,50 @@ def score(
   *,
   decoder: decoders.Decoder,
   algo: types.Algorithm,
+  reference: types.Tree = None,
   microbatches: int = 1,
+  updates: int = 1,
 ) -> types.Batch:
-  """Fills in what the update needs: old log-probabilities and advantages.
+  """Fills in what the update needs: advantages, and log-probabilities.
 
   Args:
     params: the trainer's weights before the update.
     batch: rows from `data.pack`.
     decoder: the model.
     algo: gives the advantages.
+    reference: weights of the reference policy, if `algo` needs them.
     microbatches: parts the rows are cut into; divides B.
+    updates: that the batch will have.
 
   Returns:
-    The batch with both fields set and `loss_mask` 0 on rows without a reward.
+    The batch with advantages, with old and reference log-probabilities where
+    they are needed, and with `loss_mask` 0 on sequences without a reward, and
+    on truncated ones if the algorithm leaves them out.
   """
-
-  def logprobs(part: types.Batch) -> jax.Array:
-    return _logprobs(decoder, params, part)[0]
-
-  if microbatches == 1:
-    old = logprobs(batch)
-  else:
-    old = jax.lax.map(logprobs, _cut(batch, microbatches))
-    old = old.swapaxes(0, 1).reshape(batch.tokens.shape)
-  valid = jnp.isfinite(batch.rewards).astype(jnp.float32)
-  return dataclasses.replace(
-    batch,
-    old_logprobs=old,
-    advantages=algo.advantages(batch.rewards, batch.group_ids),
-    loss_mask=batch.loss_mask * valid[:, None],
+  valid = jnp.isfinite(batch.rewards)
+  if algo.mask_truncated:
+    valid = valid & ~batch.truncated
+  valid = sequences.gather(valid.astype(jnp.float32), batch.sequence)
+  batch = dataclasses.replace(batch, loss_mask=batch.loss_mask * valid)
+  if needs_old(algo, updates):
+    old = _each(decoder, params, batch, microbatches)
+    batch = dataclasses.replace(batch, old_logprobs=old)
+  known = None
+  if "reference" in algo.needs:
+    known = _each(decoder, reference, batch, microbatches)
+    batch = dataclasses.replace(batch, reference_logprobs=known)
+  inputs = types.AdvantageInputs(
+    rewards=batch.rewards,
+    group_ids=batch.group_ids,
+    sequence=batch.sequence,
+    segment_ids=batch.segment_ids,
+    loss_mask=batch.loss_mask,
+    turn_rewards=batch.turn_rewards,
+    penalty=jnp.zeros_like(batch.loss_mask),
+    old_logprobs=batch.old_logprobs,
+    reference_logprobs=known,
   )
+  return dataclasses.replace(batch, advantages=algo.advantages(inputs))
 
 
 def update(
@@ -72,40 +114,105 @@ def update(
   algo: types.Algorithm,
   optimizer: optax.GradientTransformation,
   microbatches: int = 1,
+  minibatches: int = 1,
+  epochs: int = 1,
 ) -> tuple[types.TrainState, dict[str, jax.Array]]:
-  """Takes one optimizer step on a scored batch.
+  """Takes the optimizer steps of a scored batch.
 
   Args:
     state: weights and optimizer.
-    batch: from `score`.
+    batch: from `score`, with `updates` = minibatches x epochs.
     decoder: the model.
     algo: gives the loss.
     optimizer: from `optim.build`, or any optax transformation.
-    microbatches: parts the rows are cut into; divides B.
+    microbatches: parts the rows of an update are cut into. Parts at the end
+      that no token trains in are left out.
+    minibatches: updates that share the rows; with `microbatches` divides B.
+    epochs: how often each row is trained.
 
   Returns:
-    The next state and scalar metrics. `step` is one higher. Where no token
-    trains, or loss, gradient or update is not finite, weights, optimizer and
-    `version` are bit for bit those of `state` and `loss/skipped` is 1;
-    otherwise `version` is one higher. Loss and gradient are the same for any
-    `microbatches`.
+    The next state and scalar metrics, means over the updates. `step` is one
+    higher. An update in which no token trains, or of which loss, gradient or
+    update is not finite, leaves weights and optimizer bit for bit as they were;
+    `loss/skipped` is 1 and `version` stays if all are such, otherwise `version`
+    is one higher. Loss and gradient are the same for any `microbatches`.
   """
-  num_tokens = jnp.sum(batch.loss_mask)
+  updates = minibatches * epochs
+  one = functools.partial(
+    _update,
+    decoder=decoder,
+    algo=algo,
+    optimizer=optimizer,
+    microbatches=microbatches,
+    is_old=needs_old(algo, updates),
+  )
+  version = state.version
+  if updates == 1:
+    state, metrics = one(state, batch)
+  else:
+    parts = _cut(batch, minibatches)
 
-  def loss_fn(params: types.Tree, part: types.Batch):
+    def again(state: types.TrainState, number: jax.Array):
+      return one(state, _part(batch, parts, number))
+
+    state, metrics = jax.lax.scan(
+      again, state, jnp.arange(updates) % minibatches
+    )
+    skipped = jnp.min(metrics["loss/skipped"])
+    metrics = {name: jnp.mean(x) for name, x in metrics.items()}
+    metrics["loss/skipped"] = skipped
+  applied = 1 - metrics["loss/skipped"].astype(jnp.int32)
+  state = dataclasses.replace(
+    state, step=state.step + 1, version=version + applied
+  )
+  return state, metrics
+
+
+def _update(
+  state: types.TrainState,
+  batch: types.Batch,
+  *,
+  decoder: decoders.Decoder,
+  algo: types.Algorithm,
+  optimizer: optax.GradientTransformation,
+  microbatches: int,
+  is_old: bool,
+) -> tuple[types.TrainState, dict[str, jax.Array]]:
+  """Takes one optimizer step; neither `step` nor `version` changes."""
+  num_tokens = jnp.sum(batch.loss_mask)
+  shares = algo.shares(batch.loss_mask, batch.sequence, batch.rollout_ids)
+
+  def loss_fn(params: types.Tree, part: types.Batch, shares: jax.Array):
     logprobs, entropy = _logprobs(decoder, params, part)
+    old = part.old_logprobs if is_old else jax.lax.stop_gradient(logprobs)
+    lag = jnp.where(part.loss_mask > 0, state.version - part.policy_versions, 0)
+    has_reference = "reference" in algo.needs
     inputs = types.LossInputs(
       logprobs=logprobs,
-      old_logprobs=part.old_logprobs,
+      entropy=entropy,
+      old_logprobs=old,
       sampler_logprobs=part.sampler_logprobs,
-      advantages=jnp.broadcast_to(part.advantages[:, None], logprobs.shape),
+      reference_logprobs=part.reference_logprobs if has_reference else None,
+      advantages=part.advantages,
       loss_mask=part.loss_mask,
+      shares=shares,
+      segment_ids=part.segment_ids,
+      lag=lag.astype(jnp.float32),
+      num_tokens=num_tokens,
     )
-    loss, shares = algo.loss(inputs, num_tokens)
-    entropy = jnp.sum(entropy * part.loss_mask) / jnp.maximum(num_tokens, 1.0)
-    return loss, {"loss/policy": loss, "loss/entropy": entropy, **shares}
+    loss, shown = algo.loss(inputs)
+    pulls = jax.grad(
+      lambda x: algo.loss(dataclasses.replace(inputs, logprobs=x))[0]
+    )(jax.lax.stop_gradient(logprobs))
+    sums = {"loss/policy": loss, **diagnostics.of_tokens(inputs, shown, pulls)}
+    most = diagnostics.largest(inputs, part.policy_versions, state.version)
+    sums |= diagnostics.mismatch(inputs, part.policy_versions, state.version)
+    return loss, jax.lax.stop_gradient((sums, most))
 
-  grads, metrics = _accumulate(loss_fn, state.params, batch, microbatches)
+  grads, sums, most = _accumulate(
+    loss_fn, state.params, batch, shares, microbatches
+  )
+  metrics = diagnostics.whole(sums, most)
   norm = optax.tree.norm(grads)
   # A NaN that a comparison swallowed leaves the gradient finite, but not the
   # loss.
@@ -119,26 +226,23 @@ def update(
   def keep(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(applies, new, old)
 
-  new_state = types.TrainState(
-    step=state.step + 1,
-    version=state.version + applies.astype(jnp.int32),
+  new_state = dataclasses.replace(
+    state,
     params=jax.tree.map(keep, params, state.params),
     opt_state=jax.tree.map(keep, opt_state, state.opt_state),
-    key=state.key,
   )
   metrics |= {
     "loss/grad_norm": norm,
     "loss/tokens": num_tokens,
     "loss/skipped": 1.0 - applies.astype(jnp.float32),
     "loss/update_norm": jnp.where(applies, update_norm, 0.0),
-    **_mismatch(state.version, batch),
   }
   return new_state, metrics
 
 
 def _logprobs(
   decoder: decoders.Decoder, params: types.Tree, batch: types.Batch
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Scores the tokens of a batch; log-probabilities and entropies."""
   return decoders.logprobs(
     decoder,
@@ -146,57 +250,88 @@ def _logprobs(
     tokens=batch.tokens,
     positions=batch.positions,
     segment_ids=batch.segment_ids,
-    temperature=batch.temperature,
+    temperature=sequences.gather(batch.temperature, batch.sequence, fill=1.0),
   )
 
 
-def _accumulate(loss_fn, params, batch, microbatches):
-  """Sums gradients and metric shares over microbatches."""
+def _each(
+  decoder: decoders.Decoder,
+  params: types.Tree,
+  batch: types.Batch,
+  microbatches: int,
+) -> Float[Array, "B T"]:
+  """Returns log-probabilities, a microbatch at a time."""
+  if microbatches == 1:
+    return _logprobs(decoder, params, batch)[0]
+  parts = _cut(batch, microbatches)
+
+  def one(number: jax.Array, found: jax.Array) -> jax.Array:
+    made = _logprobs(decoder, params, _part(batch, parts, number))[0]
+    return jax.lax.dynamic_update_index_in_dim(found, made, number, 0)
+
+  found = jnp.zeros_like(parts["loss_mask"])
+  found = jax.lax.fori_loop(0, _count(parts["loss_mask"]), one, found)
+  return found.swapaxes(0, 1).reshape(batch.tokens.shape)
+
+
+def _accumulate(
+  loss_fn: Callable[..., Any],
+  params: types.Tree,
+  batch: types.Batch,
+  shares: Float[Array, "B T"],
+  microbatches: int,
+) -> tuple[types.Tree, _Sums, _Sums]:
+  """Sums gradients and metrics over microbatches."""
   grad_fn = jax.grad(loss_fn, has_aux=True)
   if microbatches == 1:
-    return grad_fn(params, batch)
+    grads, (sums, most) = grad_fn(params, batch, shares)
+    return grads, sums, most
+  parts, cut = _cut(batch, microbatches), _cut_rows(shares, microbatches)
 
-  def add(total, part):
-    return jax.tree.map(jnp.add, total, grad_fn(params, part)), None
+  def one(number: jax.Array):
+    part = _part(batch, parts, number)
+    here = jax.lax.dynamic_index_in_dim(cut, number, keepdims=False)
+    grads, (sums, most) = grad_fn(params, part, here)
+    return grads, sums, most
 
-  parts = _cut(batch, microbatches)
-  shape = jax.eval_shape(grad_fn, params, jax.tree.map(lambda x: x[0], parts))
+  def add(number: jax.Array, total: tuple[Any, _Sums, _Sums]):
+    grads, sums, most = one(number)
+    return (
+      jax.tree.map(jnp.add, total[0], grads),
+      jax.tree.map(jnp.add, total[1], sums),
+      jax.tree.map(jnp.maximum, total[2], most),
+    )
+
+  shape = jax.eval_shape(one, jnp.zeros((), jnp.int32))
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
-  total, _ = jax.lax.scan(add, zeros, parts)
-  return total
+  return jax.lax.fori_loop(0, _count(parts["loss_mask"]), add, zeros)
 
 
-def _cut(batch: types.Batch, microbatches: int) -> types.Batch:
-  """Cuts rows into parts, as a new first dim."""
-
-  def cut(x: jax.Array) -> jax.Array:
-    # Strided, so that each part has rows of every device of the batch axis.
-    x = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
-    return x.swapaxes(0, 1)
-
-  return jax.tree.map(cut, batch)
+def _cut(batch: types.Batch, parts: int) -> dict[str, jax.Array]:
+  """Cuts what is a row a row into parts, as a new first dim."""
+  fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+  return {k: _cut_rows(x, parts) for k, x in fields.items() if x.ndim == 2}
 
 
-def _mismatch(
-  version: Int[Array, ""], batch: types.Batch
-) -> dict[str, jax.Array]:
-  """Compares trainer and sampler on rows whose sampled tokens all have lag 0.
+def _cut_rows(x: Array, parts: int) -> Array:
+  # Strided, so that each part has rows of every device of the batch axis.
+  x = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])
+  return x.swapaxes(0, 1)
 
-  Prompt and tokens of such a row saw the trainer's very weights, so that any
-  difference is numerics. NaN where there is no such row.
-  """
-  trained = batch.loss_mask > 0
-  # Older tokens that do not train count too: the engine may have kept keys and
-  # values of older weights for them.
-  versions = batch.policy_versions
-  older = (versions >= 0) & (versions != version)
-  fresh = trained & ~jnp.any(older, axis=1, keepdims=True)
-  gap = jnp.where(fresh, batch.old_logprobs - batch.sampler_logprobs, 0.0)
-  count = jnp.sum(fresh.astype(jnp.float32))
-  none = jnp.where(count > 0, 0.0, jnp.nan)
-  count = jnp.maximum(count, 1.0)
-  return {
-    "mismatch/mean_abs": jnp.sum(jnp.abs(gap)) / count + none,
-    "mismatch/max_abs": jnp.max(jnp.abs(gap)) + none,
-    "mismatch/kl": jnp.sum(jnp.exp(gap) - gap - 1.0) / count + none,
+
+def _part(
+  batch: types.Batch, parts: dict[str, jax.Array], number: jax.Array
+) -> types.Batch:
+  """Returns a batch with the rows of one part, and all sequences' numbers."""
+  fields = {
+    name: jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
+    for name, x in parts.items()
   }
+  return dataclasses.replace(batch, **fields)
+
+
+def _count(mask: Float[Array, "M m T"]) -> Int[Array, ""]:
+  """Returns how many parts there are up to the last that trains a token."""
+  some = jnp.any(mask > 0, axis=(1, 2))
+  order = jnp.arange(1, mask.shape[0] + 1)
+  return jnp.max(jnp.where(some, order, 0)).astype(jnp.int32)

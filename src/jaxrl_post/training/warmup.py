@@ -1,10 +1,10 @@
 """Supervised warm-up: show a model from scratch what an answer looks like."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from jaxrl_post import types
-from jaxrl_post.training import optim as optims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,18 +14,23 @@ class Warmup:
   Attributes:
     num_steps: updates; 0 goes without.
     rows: demonstrations in each.
-    optim: its own optimizer; the run's starts afresh after it.
+    learning_rate: of its own AdamW; the run's optimizer starts afresh after it.
   """
 
   num_steps: int = 0
   rows: int = 64
-  optim: optims.Optim = optims.Optim(learning_rate=1e-3)
+  learning_rate: float = 1e-3
 
   def __post_init__(self) -> None:
     if self.num_steps < 0 or self.rows < 1:
       raise types.InputError(
         f"warmup: expected num_steps >= 0 and rows >= 1, got {self.num_steps} "
         f"and {self.rows}. Correct the value."
+      )
+    if not 0 <= self.learning_rate < math.inf:
+      raise types.InputError(
+        f"warmup.learning_rate: expected >= 0, got {self.learning_rate}. "
+        "Correct the value."
       )
 
 

@@ -1,0 +1,111 @@
+"""The scored batches that bench/update.py has every system train on.
+
+Needs only NumPy: scripts import it in the environments of other libraries. As
+in `workloads`, a system is a process that answers orders, one a line. By hand:
+`echo 0 | python bench/peer_update_torch.py W1`.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import workloads
+
+LEARNING_RATE = 1e-4
+CLIP = 0.2
+_SEED = 1234
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Completions with rewards; rows of a group lie side by side.
+
+  Attributes:
+    prompts: of each row, ids.
+    completions: of each row, ids.
+    rewards: of each row.
+  """
+
+  prompts: list[list[int]]
+  completions: list[list[int]]
+  rewards: list[float]
+
+  def advantages(self, group: int) -> np.ndarray:
+    """Returns rewards less their group's mean, over its deviation."""
+    rewards = np.asarray(self.rewards, np.float32).reshape(-1, group)
+    centred = rewards - rewards.mean(1, keepdims=True)
+    scale = rewards.std(1, keepdims=True, ddof=1) + 1e-4
+    return (centred / scale).ravel()
+
+
+def batch(w: workloads.Workload, step: int) -> Batch:
+  """Draws the batch of a step: random completions of the workload's lengths."""
+  rng = np.random.default_rng((_SEED, 11, step))
+  return Batch(
+    [row for row in workloads.prompts(w, step) for _ in range(w.group)],
+    [
+      rng.integers(1, w.vocab, length).tolist()
+      for length in workloads.lengths(w, step)
+    ],
+    rng.random(w.rows).tolist(),
+  )
+
+
+def flops(w: workloads.Workload, made: Sequence[int]) -> int:
+  """Counts the operations that one update cannot do without.
+
+  Args:
+    w: the workload.
+    made: tokens of each completion.
+
+  Returns:
+    Floating-point operations, three times those of a forward pass over prompt
+    and completion of every row, with logits of the completions only; padding,
+    and what is computed twice, is not counted.
+  """
+  sizes = [w.prompt_len + count for count in made]
+  seen = sum(size * (size + 1) // 2 for size in sizes)
+  products = 2 * w.layers * w.layer_weights * sum(sizes)
+  attention = 4 * w.layers * w.heads * w.head_width * seen
+  return 3 * (products + attention + 2 * w.vocab * w.width * sum(made))
+
+
+def serve(
+  w: workloads.Workload,
+  update: Callable[[Batch], None],
+  *,
+  check: Callable[[], float],
+  version: str,
+  others: Mapping[str, Callable[[], Mapping[str, Any]]] | None = None,
+) -> None:
+  """Answers orders until there are no more.
+
+  Args:
+    w: the workload.
+    update: trains on a batch and returns when the new weights are there; what
+      it takes, from lists of ids, is what is timed.
+    check: sum of the log-probabilities of `workloads.checked`, in nats, under
+      the weights as they are; also what the order `check` is answered with.
+    version: what is measured.
+    others: what other orders are answered with. A number is a step.
+  """
+  known = {"check": lambda: {"check": check()}, **(others or {})}
+  _say({"check": check(), "version": version})
+  for line in sys.stdin:
+    order = line.strip()
+    if not order.isdecimal():
+      _say(known[order]())
+      continue
+    given = batch(w, int(order))
+    begun = time.perf_counter()
+    update(given)
+    seconds = time.perf_counter() - begun
+    _say({"seconds": seconds, "lengths": list(map(len, given.completions))})
+
+
+def _say(answer: Mapping[str, Any]) -> None:
+  print(json.dumps(answer), flush=True)

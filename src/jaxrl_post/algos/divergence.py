@@ -1,0 +1,101 @@
+"""How far the policy has moved from a reference: estimates of KL a token.
+
+k1, k2 and k3 are those of Schulman, "Approximating KL divergence" (2020), with
+log r = log p_reference - log p.
+"""
+
+import dataclasses
+import math
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrl_post import types
+from jaxrl_post.algos import losses
+
+Estimator: TypeAlias = Literal["k1", "k2", "k3"]
+Place: TypeAlias = Literal["loss", "reward"]
+Gradient: TypeAlias = Literal["own", "unbiased"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kl:
+  """A penalty on leaving the reference policy.
+
+  Attributes:
+    coef: its factor, beta.
+    estimator: k1 has no bias and much variance; k2 has little of both near the
+      reference; k3 has no bias and is never negative.
+    place: "loss" adds the estimate to the loss of a token, "reward" takes k1
+      or the like of the weights before the update from the rewards.
+    gradient: "own" is that of the estimate, which for k1 is 0 on average and
+      for k3 that of the other KL; "unbiased" has the estimate's value and the
+      gradient of k2, which on average is that of KL(policy || reference) for
+      tokens of the policy (Tang and Munos 2025, arXiv 2506.09477).
+  """
+
+  coef: float
+  estimator: Estimator = "k3"
+  place: Place = "loss"
+  gradient: Gradient = "own"
+
+  def __post_init__(self) -> None:
+    losses.check_choice("algo.kl.estimator", self.estimator, Estimator)
+    losses.check_choice("algo.kl.place", self.place, Place)
+    losses.check_choice("algo.kl.gradient", self.gradient, Gradient)
+    if not 0 < self.coef < math.inf:
+      raise types.InputError(
+        f"algo.kl.coef: expected > 0, got {self.coef}. algo.kl = none goes "
+        "without a reference."
+      )
+    if self.place == "reward" and self.gradient != "own":
+      raise types.InputError(
+        "algo.kl.gradient: expected own with place=reward, got "
+        f"{self.gradient}. A reward has no gradient."
+      )
+
+  def estimate(self, inputs: types.LossInputs) -> Float[Array, "B T"]:
+    """Estimates it for the weights that are trained, see `estimate`."""
+    assert inputs.reference_logprobs is not None
+    return estimate(
+      inputs.logprobs,
+      inputs.reference_logprobs,
+      inputs.loss_mask,
+      estimator=self.estimator,
+      gradient=self.gradient,
+    )
+
+
+def estimate(
+  logprobs: Float[Array, "B T"],
+  reference: Float[Array, "B T"],
+  mask: Float[Array, "B T"],
+  *,
+  estimator: Estimator,
+  gradient: Gradient = "own",
+) -> Float[Array, "B T"]:
+  """Estimates KL(policy || reference) at each token.
+
+  Args:
+    logprobs: of the sampled tokens under the policy.
+    reference: under the reference; no gradient is wanted for it.
+    mask: 1 on tokens that count.
+    estimator: see `Kl`, likewise the next.
+    gradient: of the estimate.
+
+  Returns:
+    The estimates in nats, 0 where the mask is 0.
+  """
+  gap = losses.difference(logprobs, jax.lax.stop_gradient(reference), mask)
+  square = 0.5 * jnp.square(gap)
+  if estimator == "k1":
+    value = gap
+  elif estimator == "k2":
+    value = square
+  else:
+    value = jnp.expm1(-gap) + gap
+  if gradient == "unbiased":
+    value = jax.lax.stop_gradient(value - square) + square
+  return value * mask

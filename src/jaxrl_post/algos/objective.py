@@ -1,0 +1,286 @@
+"""What a policy is trained for: one composition for every algorithm.
+
+The loss of a token is its trust region's, times its corrections, plus a KL
+penalty, minus an entropy bonus; a reducer says what share of the step's loss a
+token has. Each part is a small frozen record with one function; a file of this
+room with an `objective` is a named algorithm: parts and defaults of its paper.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl_post import types
+from jaxrl_post.algos import (
+  baselines,
+  corrections,
+  divergence,
+  losses,
+  reducers,
+)
+
+
+@runtime_checkable
+class Baseline(Protocol):
+  """Turns rewards into advantages; `needs` as in `Objective.needs`."""
+
+  needs: frozenset[str]
+
+  def advantages(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
+    """Returns one number a token, 0 where the mask is 0."""
+    ...
+
+
+@runtime_checkable
+class Region(Protocol):
+  """Turns ratios and advantages into losses of tokens."""
+
+  def losses(
+    self, log_ratio: Float[Array, "B T"], inputs: types.LossInputs
+  ) -> losses.TokenLosses:
+    """Returns losses, and 1 where a gradient was cut; 0 off the mask."""
+    ...
+
+
+@runtime_checkable
+class Correction(Protocol):
+  """Weighs tokens that another policy has sampled."""
+
+  def weights(self, inputs: types.LossInputs) -> corrections.Weights:
+    """Returns weights, and 1 where one was changed; 0 off the mask."""
+    ...
+
+
+@runtime_checkable
+class Reducer(Protocol):
+  """Gives each trained token its share in the loss of a step."""
+
+  def shares(
+    self,
+    mask: Float[Array, "B T"],
+    sequence: Int[Array, "B T"],
+    rollout_ids: Int[Array, " N"],
+  ) -> Float[Array, "B T"]:
+    """Returns the shares, 0 off the mask."""
+    ...
+
+
+# A user's own loss: of the logarithms of ratios and whatever a loss may see, to
+# losses of tokens. Off the mask what it sees is 0, and what it says not used.
+OwnLoss = Callable[[jax.Array, types.LossInputs], jax.Array]
+
+Proximal: TypeAlias = Literal["recomputed", "sampler", "loglinear"]
+
+# What a step provides, see `Objective.needs`.
+_PROVIDED = frozenset({"old", "reference", "single_update"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """An algorithm, part by part.
+
+  Attributes:
+    baseline: rewards to advantages.
+    ratio: what is compared, see `losses.log_ratio`.
+    region: the trust region; or a function of (log ratios, LossInputs) to
+      losses of tokens.
+    proximal: the policy that ratios start from, and that corrections compare
+      with the sampler: the trainer's own before the update ("recomputed"); the
+      sampler's ("sampler"), with ratios that bear its lag; or a mean of the
+      logarithms of the sampler's and the newest, by lag ("loglinear", AReaL),
+      which needs no pass over the batch before the update.
+    correction: for lag and for the engine's numerics; None goes without.
+    filters: further ones, whose product with it counts.
+    reducer: the share of a token in the loss.
+    kl: penalty on leaving the reference; None has no reference.
+    entropy: factor of the entropy bonus.
+    mask_truncated: leave out rollouts that ended by the length limit (DAPO,
+      section 3.4).
+  """
+
+  baseline: Baseline = baselines.Group()
+  ratio: losses.Level = "token"
+  region: Region | OwnLoss = losses.Clip()
+  proximal: Proximal = "recomputed"
+  correction: Correction | None = corrections.Importance()
+  filters: tuple[Correction, ...] = ()
+  reducer: Reducer = reducers.TokenMean()
+  kl: divergence.Kl | None = None
+  entropy: float = 0.0
+  mask_truncated: bool = False
+
+  def __post_init__(self) -> None:
+    losses.check_choice("algo.ratio", self.ratio, losses.Level)
+    losses.check_choice("algo.proximal", self.proximal, Proximal)
+    if not 0 <= self.entropy < math.inf:
+      raise types.InputError(
+        f"algo.entropy: expected >= 0, got {self.entropy}. 0 goes without."
+      )
+    missing = ", ".join(sorted(self.baseline.needs - _PROVIDED))
+    if missing:
+      raise types.InputError(
+        "algo.baseline: expected one that a step can serve, got "
+        f"{type(self.baseline).__name__}, which needs {missing}. Take one that "
+        f"needs no more than {', '.join(sorted(_PROVIDED))}."
+      )
+    self._check_pairs()
+
+  def _check_pairs(self) -> None:
+    score = isinstance(self.region, losses.Score)
+    in_reward = self.kl is not None and self.kl.place == "reward"
+    scored = not isinstance(self.baseline, baselines.Preference)
+    if isinstance(self.baseline, baselines.Teacher):
+      scored = self.baseline.rewards > 0
+    importance = any(
+      isinstance(c, corrections.Importance)
+      for c in (self.correction, *self.filters)
+    )
+    rules = (
+      (
+        not (score and self.ratio != "token"),
+        "algo.ratio",
+        "token with losses.Score, which has no ratio",
+        self.ratio,
+      ),
+      (
+        not (isinstance(self.region, losses.Cispo) and self.ratio != "token"),
+        "algo.ratio",
+        "token with losses.Cispo, whose weight has no gradient",
+        self.ratio,
+      ),
+      (
+        not (self.proximal == "sampler" and importance),
+        "algo.correction",
+        "no importance weights with proximal=sampler, where they are 1",
+        self.correction,
+      ),
+      (
+        not (score and self.proximal != "recomputed"),
+        "algo.proximal",
+        "recomputed with losses.Score, which has no ratio",
+        self.proximal,
+      ),
+      (
+        not ("old" in self.needs and self.proximal == "loglinear"),
+        "algo.proximal",
+        "recomputed or sampler with advantages from log-probabilities",
+        self.proximal,
+      ),
+      (
+        not (in_reward and not scored),
+        "algo.kl.place",
+        "loss with a baseline that knows no reward of a token",
+        "reward",
+      ),
+    )
+    for holds, where, rule, value in rules:
+      if not holds:
+        raise types.InputError(
+          f"{where}: expected {rule}, got {value}. Change one of the two."
+        )
+
+  @property
+  def needs(self) -> frozenset[str]:
+    """What a step has to provide.
+
+    Returns:
+      Of "reference" (log-probabilities of a reference policy), "old" (those of
+      the weights before the update, as a pass of its own before it),
+      "single_update" (one update a batch).
+    """
+    needs = set(self.baseline.needs)
+    if self.kl is not None:
+      needs.add("reference")
+      if self.kl.place == "reward":
+        needs.add("old")
+    return frozenset(needs)
+
+  def shares(
+    self,
+    mask: Float[Array, "B T"],
+    sequence: Int[Array, "B T"],
+    rollout_ids: Int[Array, " N"],
+  ) -> Float[Array, "B T"]:
+    """Returns the share of each token in the loss, see the reducer."""
+    return self.reducer.shares(mask, sequence, rollout_ids)
+
+  def advantages(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
+    """Scores tokens, see the baseline; a KL in the reward is taken off first.
+
+    Returns:
+      One number a token, 0 where the mask is 0.
+    """
+    if self.kl is not None and self.kl.place == "reward":
+      assert inputs.reference_logprobs is not None
+      gap = divergence.estimate(
+        inputs.old_logprobs,
+        inputs.reference_logprobs,
+        inputs.loss_mask,
+        estimator=self.kl.estimator,
+      )
+      penalty = inputs.penalty + self.kl.coef * gap
+      inputs = dataclasses.replace(inputs, penalty=penalty)
+    return self.baseline.advantages(inputs)
+
+  def loss(
+    self, inputs: types.LossInputs
+  ) -> tuple[Float[Array, ""], dict[str, Float[Array, "B T"]]]:
+    """Sums the losses of some rows' tokens, each times its share in the step.
+
+    Args:
+      inputs: the rows of one microbatch.
+
+    Returns:
+      The share of these rows in the loss, in nats, and numbers of each token:
+      `loss/clip_fraction`, 1 where the trust region acts; `loss/entropy`; with
+      corrections `loss/importance_mean`, the weight,
+      `loss/importance_squared`, and `loss/importance_capped`, 1 where one acts;
+      with a KL `loss/kl`, its estimate.
+    """
+    inputs = losses.masked(inputs)
+    inputs = dataclasses.replace(inputs, old_logprobs=self._proximal(inputs))
+    log_ratio, mask = losses.log_ratio(inputs, self.ratio), inputs.loss_mask
+    clipped = jnp.zeros_like(mask)
+    if isinstance(self.region, Region):
+      token_loss, clipped = self.region.losses(log_ratio, inputs)
+    else:
+      token_loss = jnp.where(mask > 0, self.region(log_ratio, inputs), 0.0)
+    entropy = jnp.where(mask > 0, inputs.entropy, 0.0)
+    shown = {"loss/clip_fraction": clipped, "loss/entropy": entropy}
+    used = [c for c in (self.correction, *self.filters) if c is not None]
+    weight, changed = mask, jnp.zeros_like(mask)
+    for correction in used:
+      one, acts = correction.weights(inputs)
+      weight, changed = weight * one, jnp.maximum(changed, acts)
+    if used:
+      token_loss = token_loss * weight
+      shown |= {
+        "loss/importance_mean": weight,
+        "loss/importance_squared": jnp.square(weight),
+        "loss/importance_capped": changed,
+      }
+    if self.kl is not None:
+      gap = self.kl.estimate(inputs)
+      shown["loss/kl"] = gap
+      if self.kl.place == "loss":
+        token_loss = token_loss + self.kl.coef * gap
+    if self.entropy:
+      token_loss = token_loss - self.entropy * entropy
+    return jnp.sum(token_loss * inputs.shares), shown
+
+  def _proximal(self, inputs: types.LossInputs) -> jax.Array:
+    if self.proximal == "sampler":
+      return inputs.sampler_logprobs
+    if self.proximal == "recomputed":
+      return inputs.old_logprobs
+    # AReaL: the newest version is one ahead of the one before the update.
+    share = inputs.lag / (inputs.lag + 1.0)
+    gap = losses.difference(
+      inputs.logprobs, inputs.sampler_logprobs, inputs.loss_mask
+    )
+    return jax.lax.stop_gradient(inputs.sampler_logprobs + share * gap)

@@ -1,0 +1,58 @@
+"""Sums over sequences, of which a row of a batch may hold several."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def total(
+  x: Float[Array, "B T"], segment_ids: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+  """Adds up each segment of each row.
+
+  Args:
+    x: one number a token.
+    segment_ids: which tokens of a row belong together, in [0, T].
+
+  Returns:
+    The sum over a token's segment, at each of its tokens.
+  """
+  num = x.shape[1] + 1
+
+  def row(x: jax.Array, ids: jax.Array) -> jax.Array:
+    return jax.ops.segment_sum(x, ids, num)[ids]
+
+  return jax.vmap(row)(x, segment_ids)
+
+
+def mean(
+  x: Float[Array, "B T"],
+  mask: Float[Array, "B T"],
+  segment_ids: Int[Array, "B T"],
+) -> Float[Array, "B T"]:
+  """Averages each segment over its tokens in the mask; 0 where it has none.
+
+  Args:
+    x: one number a token; finite also where the mask is 0.
+    mask: 1 on the tokens that count.
+    segment_ids: as in `total`.
+
+  Returns:
+    The mean over a token's segment, at each of its tokens.
+  """
+  count = total(mask, segment_ids)
+  return total(x * mask, segment_ids) / jnp.maximum(count, 1.0)
+
+
+def gather(
+  table: Float[Array, " N"], sequence: Int[Array, "B T"], fill: float = 0.0
+) -> Float[Array, "B T"]:
+  """Returns each token's entry in a table of sequences; `fill` where none."""
+  return table.at[sequence].get(mode="fill", fill_value=fill)
+
+
+def scatter(
+  x: Float[Array, "B T"], sequence: Int[Array, "B T"], num: int
+) -> Float[Array, " N"]:
+  """Adds up the tokens of each sequence into a table of `num` of them."""
+  return jnp.zeros(num, x.dtype).at[sequence].add(x, mode="drop")

@@ -1,0 +1,144 @@
+"""Numbers that say how an update went; they change nothing.
+
+Those of tokens are means over the trained tokens of the whole step, and add up
+over its microbatches; largest ones are kept apart.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl_post import types
+from jaxrl_post.algos import losses, sequences
+
+# Lags that are told apart; the last one stands for all from there on.
+LAGS = (0, 1, 2, 3)
+_BY_LAG = ("loss/importance_mean", "loss/clip_fraction")
+_PULL, _TOKENS = "pull", "tokens"
+
+
+def of_tokens(
+  inputs: types.LossInputs,
+  shown: Mapping[str, jax.Array],
+  pulls: Float[Array, "B T"],
+) -> dict[str, jax.Array]:
+  """Averages what the loss says of its tokens, together and by lag.
+
+  Args:
+    inputs: of the loss.
+    shown: from the loss: numbers that add up, and [B, T] numbers of tokens.
+    pulls: gradient of the loss with respect to each log-probability.
+
+  Returns:
+    Shares of the step's means; `lag/<k>/...` are not yet divided by the tokens
+    of that lag, see `whole`.
+  """
+  scale = inputs.loss_mask / jnp.maximum(inputs.num_tokens, 1.0)
+
+  def mean(x: jax.Array, where: jax.Array) -> jax.Array:
+    keep = where * scale > 0
+    return jnp.sum(jnp.where(keep, x * scale, 0.0))
+
+  everywhere = jnp.ones_like(scale)
+  found = {
+    name: mean(x, everywhere) if x.ndim else x for name, x in shown.items()
+  }
+  for lag in LAGS:
+    here = inputs.lag >= lag if lag == LAGS[-1] else inputs.lag == lag
+    here = here.astype(jnp.float32)
+    found[f"lag/{lag}/{_TOKENS}"] = mean(here, here)
+    found[f"lag/{lag}/{_PULL}"] = mean(jnp.square(pulls), here)
+    for name in _BY_LAG:
+      if name in shown:
+        key = f"lag/{lag}/{name.removeprefix('loss/')}"
+        found[key] = mean(shown[name], here)
+  return found
+
+
+def mismatch(
+  inputs: types.LossInputs,
+  policy_versions: Int[Array, "B T"],
+  version: Int[Array, ""],
+) -> dict[str, jax.Array]:
+  """Compares trainer and sampler on sequences whose sampled tokens have lag 0.
+
+  Prompt and tokens of such a sequence saw the trainer's very weights, so that
+  any difference is numerics.
+
+  Returns:
+    Sums over their trained tokens, and how many there are.
+  """
+  fresh = _fresh(inputs, policy_versions, version)
+  gap = _gap(inputs, fresh)
+  return {
+    "mismatch/mean_abs": jnp.sum(jnp.abs(gap)),
+    "mismatch/kl": jnp.sum(jnp.expm1(gap) - gap),
+    "mismatch/tokens": jnp.sum(fresh.astype(jnp.float32)),
+  }
+
+
+def largest(
+  inputs: types.LossInputs,
+  policy_versions: Int[Array, "B T"],
+  version: Int[Array, ""],
+) -> dict[str, jax.Array]:
+  """Returns the largest such difference of these rows."""
+  fresh = _fresh(inputs, policy_versions, version)
+  return {"mismatch/max_abs": jnp.max(jnp.abs(_gap(inputs, fresh)))}
+
+
+def whole(
+  sums: Mapping[str, jax.Array], most: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+  """Turns sums over a step into its metrics.
+
+  Returns:
+    Of `lag/<k>`: `tokens`, the share of trained tokens that have that lag (the
+    last one: at least that); `pull`, their share in the squared gradient of the
+    loss with respect to log-probabilities; other numbers are means over them,
+    NaN where there are none. `loss/ess` is the effective sample size of the
+    weights, as a share of the tokens. `mismatch/*` are means and the largest;
+    NaN where there is no sequence of lag 0.
+  """
+  found = {k: x for k, x in sums.items() if not k.startswith(("lag/", "mis"))}
+  if "loss/importance_squared" in found:
+    square = found.pop("loss/importance_squared")
+    mean = found["loss/importance_mean"]
+    found["loss/ess"] = jnp.square(mean) / jnp.maximum(square, 1e-30)
+  pull = sum(sums[f"lag/{lag}/{_PULL}"] for lag in LAGS)
+  for key, x in sums.items():
+    if not key.startswith("lag/"):
+      continue
+    lag, name = key.split("/")[1:]
+    share = sums[f"lag/{lag}/{_TOKENS}"]
+    if name == _TOKENS:
+      found[key] = x
+    elif name == _PULL:
+      found[key] = x / jnp.maximum(pull, 1e-30)
+    else:
+      found[key] = jnp.where(
+        share > 0, x / jnp.where(share > 0, share, 1), jnp.nan
+      )
+  count = sums["mismatch/tokens"]
+  none = jnp.where(count > 0, 0.0, jnp.nan)
+  for name in ("mismatch/mean_abs", "mismatch/kl"):
+    found[name] = sums[name] / jnp.maximum(count, 1.0) + none
+  return found | {name: x + none for name, x in most.items()}
+
+
+def _fresh(
+  inputs: types.LossInputs, policy_versions: jax.Array, version: jax.Array
+) -> jax.Array:
+  # Older tokens that do not train count too: the engine may have kept keys and
+  # values of older weights for them.
+  older = (policy_versions >= 0) & (policy_versions != version)
+  older = sequences.total(older.astype(jnp.float32), inputs.segment_ids)
+  return (inputs.loss_mask > 0) & (older == 0)
+
+
+def _gap(inputs: types.LossInputs, fresh: jax.Array) -> jax.Array:
+  return losses.difference(
+    inputs.old_logprobs, inputs.sampler_logprobs, fresh.astype(jnp.float32)
+  )

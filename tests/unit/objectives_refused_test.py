@@ -1,0 +1,168 @@
+"""Objectives that make no sense are refused, by the setting's name."""
+
+import functools
+
+import pytest
+
+from jaxrl_post import types
+from jaxrl_post.algos import (
+  baselines,
+  corrections,
+  dapo,
+  distill,
+  divergence,
+  dpo,
+  grpo,
+  losses,
+  reducers,
+  reinforce_pp,
+)
+from jaxrl_post.algos import objective as objectives
+
+_NAN, _INF = float("nan"), float("inf")
+
+
+def _case(where, make, *args, **words):
+  name = getattr(make, "__name__", "")
+  return pytest.param(
+    where, functools.partial(make, *args, **words), id=f"{name}-{args}-{words}"
+  )
+
+
+_REWARD = {"place": "reward"}
+_IN_REWARD = divergence.Kl(0.1, **_REWARD)
+_OBJECTIVE = objectives.Objective
+_CASES = [
+  *(_case("region.low", losses.Clip, x) for x in (0.0, -0.1, 1.1, _NAN)),
+  *(_case("region.high", losses.Clip, 0.2, x) for x in (0.0, -1.0, _NAN)),
+  *(
+    _case("region.dual", losses.Clip, 0.2, 0.2, x)
+    for x in (1.2, 0.0, _NAN, _INF)
+  ),
+  _case("region.low", losses.Cispo, 0.0),
+  _case("region.high", losses.Cispo, 1.0, 0.0),
+  _case("region.positive", losses.Sapo, 0.0),
+  _case("region.negative", losses.Sapo, 1.0, _INF),
+  _case("region.high", losses.Dppo, 0.2, 1.5),
+  *(
+    _case("correction", corrections.Importance, **bounds)
+    for bounds in (
+      {"high": 0.5},
+      {"low": 1.5},
+      {"low": -0.1},
+      {"high": _NAN},
+      {"low": _NAN},
+    )
+  ),
+  *(
+    _case("correction.delta", corrections.OffPolicyMask, x)
+    for x in (-1.0, _NAN, _INF)
+  ),
+  *(_case("kl.coef", divergence.Kl, x) for x in (0.0, -1.0, _NAN, _INF)),
+  _case("kl.gradient", divergence.Kl, 0.1, gradient="unbiased", **_REWARD),
+  *(_case("baseline.gamma", baselines.Returns, x) for x in (-0.1, 2.0, _NAN)),
+  _case("baseline.gamma", baselines.Critic, 1.5),
+  _case("baseline.decay", baselines.Critic, 1.0, -1.0),
+  *(_case("baseline.rewards", distill.objective, x) for x in (-1.0, _NAN)),
+  *(_case("baseline.beta", dpo.objective, x) for x in (0.0, _NAN, _INF)),
+  _case("reducer.length", reducers.Constant, 0),
+  *(_case("entropy", _OBJECTIVE, entropy=x) for x in (-1.0, _NAN, _INF)),
+  _case("ratio", _OBJECTIVE, ratio="sequence", region=losses.Score()),
+  _case("ratio", _OBJECTIVE, ratio="sequence_token", region=losses.Cispo()),
+  _case("proximal", _OBJECTIVE, proximal="loglinear", region=losses.Score()),
+  _case("proximal", _OBJECTIVE, proximal="loglinear", kl=_IN_REWARD),
+  _case(
+    "proximal",
+    _OBJECTIVE,
+    proximal="loglinear",
+    baseline=baselines.Teacher(),
+  ),
+  _case("correction", _OBJECTIVE, proximal="sampler"),
+  _case(
+    "correction",
+    _OBJECTIVE,
+    proximal="sampler",
+    correction=None,
+    filters=(corrections.Importance(),),
+  ),
+  _case("baseline", _OBJECTIVE, baseline=baselines.Critic()),
+  _case("kl.place", _OBJECTIVE, baseline=baselines.Teacher(), kl=_IN_REWARD),
+  _case("kl.place", _OBJECTIVE, baseline=baselines.Preference(), kl=_IN_REWARD),
+]
+
+
+@pytest.mark.parametrize(("where", "make"), _CASES)
+def test_impossible_settings_are_refused_by_name(where, make):
+  with pytest.raises(types.InputError) as fault:
+    make()
+  message = str(fault.value)
+  assert message.startswith(f"algo.{where}: expected "), message
+  assert ", got " in message or " got " in message
+  assert "\n" not in message and message.endswith(".")
+
+
+@pytest.mark.parametrize(
+  ("where", "made", "allowed"),
+  [
+    (
+      "correction.level",
+      corrections.Importance(),
+      "token, sequence, geometric",
+    ),
+    ("correction.action", corrections.Importance(), "truncate, mask, reject"),
+    ("kl.estimator", divergence.Kl(0.1), "k1, k2, k3"),
+    ("kl.place", divergence.Kl(0.1), "loss, reward"),
+    ("kl.gradient", divergence.Kl(0.1), "own, unbiased"),
+    ("baseline.scale", baselines.Group(), "std, mean, none"),
+    ("ratio", _OBJECTIVE(), "token, sequence, sequence_token"),
+    ("proximal", _OBJECTIVE(), "recomputed, sampler, loglinear"),
+  ],
+)
+def test_a_word_that_is_none_of_a_setting_is_refused(where, made, allowed):
+  # The tests' own checker would be first to refuse it.
+  object.__setattr__(made, where.split(".")[-1], "wrong")
+  with pytest.raises(types.InputError) as fault:
+    made.__post_init__()
+  assert str(fault.value) == (
+    f"algo.{where}: expected one of {allowed}, got wrong. Correct the word."
+  )
+
+
+def test_a_critic_is_refused_with_what_it_lacks():
+  with pytest.raises(types.InputError, match="Critic, which needs values"):
+    objectives.Objective(baseline=baselines.Critic())
+
+
+@pytest.mark.parametrize(
+  ("objective", "needs"),
+  [
+    (grpo.objective(), set()),
+    (objectives.Objective(kl=divergence.Kl(0.1)), {"reference"}),
+    (objectives.Objective(kl=_IN_REWARD), {"reference", "old"}),
+    (distill.objective(), {"reference", "old"}),
+    (dpo.objective(), {"reference", "old", "single_update"}),
+    (reinforce_pp.objective(), set()),
+  ],
+)
+def test_an_objective_says_what_it_needs(objective, needs):
+  assert objective.needs == needs
+
+
+@pytest.mark.parametrize(
+  ("length", "expected"),
+  [(0, 0), (80, 0), (85, -0.25), (90, -0.5), (100, -1), (140, -1)],
+)
+def test_an_answer_is_punished_softly_as_it_nears_the_limit(length, expected):
+  assert dapo.overlong_penalty(length, most=100, margin=20) == expected
+
+
+@pytest.mark.parametrize("margin", [0, -1, 101])
+def test_a_margin_beyond_the_limit_is_refused(margin):
+  with pytest.raises(types.InputError, match="0 < margin <= 100, got"):
+    dapo.overlong_penalty(5, most=100, margin=margin)
+
+
+def test_dapo_leaves_out_truncated_rollouts_and_clips_higher():
+  objective = dapo.objective()
+  assert objective.mask_truncated and not grpo.objective().mask_truncated
+  assert objective.region == losses.Clip(0.2, 0.28)
