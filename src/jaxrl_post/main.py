@@ -83,7 +83,9 @@ def main(_: Sequence[str]) -> int:
     The exit code.
   """
   train = _MODE.value == "train"
-  stopper = signals.Stopper(_ADVICE if train else "")
+  serves = _MODE.value == "serve"
+  work = "the requests under way" if serves else "this step"
+  stopper = signals.Stopper(_ADVICE if train else "", work)
   signals.listen(stopper.heard)
   try:
     return _run(stopper)

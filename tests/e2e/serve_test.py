@@ -197,6 +197,7 @@ def test_sigterm_ends_it_with_exit_code_0(served, right):
   end = runs.ended(served.process)
   assert (end.code, end.survivors) == (0, ())
   assert end.out.splitlines() == ["stopped by SIGTERM"]
+  assert "stopping after the requests under way; once more" in end.err
   assert "Traceback" not in end.err and "DEBUG" not in end.err
 
 

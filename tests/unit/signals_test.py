@@ -42,6 +42,10 @@ def test_the_first_asks_and_the_second_of_either_kind_ends(capsys):
   with pytest.raises(_Ended, match="1"):
     both.heard("SIGTERM")
   assert capsys.readouterr().err == "ended at once by SIGTERM; go on\n"
+  other = signals.Stopper("", "the work")
+  other.hosts = both.hosts
+  other.heard("SIGTERM")
+  assert capsys.readouterr().err.startswith("stopping after the work; ")
 
 
 def test_the_wish_of_another_process_is_no_first_signal_of_this_one(capsys):

@@ -61,12 +61,14 @@ class Stopper:
     hosts: the processes of the run, once they are known.
   """
 
-  def __init__(self, advice: str) -> None:
+  def __init__(self, advice: str, work: str = "this step") -> None:
     """Prepares for the first signal.
 
     Args:
       advice: ends the line that is printed when the process ends at once.
+      work: what is finished before a run stops.
     """
+    self._work = work
     self.hosts: hosts_lib.Hosts | None = None
     self._advice = advice
     self._asked = False
@@ -84,7 +86,7 @@ class Stopper:
     hosts = self.hosts
     if first and hosts is not None and hosts.heeds_stop:
       hosts.stopping = hosts.stopping or name
-      _say("stopping after this step; once more to exit now")
+      _say(f"stopping after {self._work}; once more to exit now")
       return
     # They would see that this one is gone, but late, or stuck in C not at all.
     for child in _descendants(os.getpid()):

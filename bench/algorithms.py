@@ -1,0 +1,122 @@
+"""Has algorithms solve the demo, and says how well each does.
+
+    python bench/algorithms.py [--algorithms gspo rloo ...] [--seeds N]
+      [--steps N]
+
+Each is `experiments/tiny.py` with nothing else changed, trained as a process of
+its own, one after the other. Counted is the share of held-out questions that
+are answered right, greedily, before and after. The goal is 0.9.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from jaxrl_post import config, types
+from jaxrl_post.algos import cispo, dapo, grpo, gspo, reinforce_pp, rloo, sapo
+from jaxrl_post.runtime import summary
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_GOAL = 0.9
+_LIMIT_S = 1800
+
+
+def _with(algo: types.Algorithm) -> config.Run:
+  run = config.load("tiny", _ROOT / "experiments")
+  return dataclasses.replace(run, algo=algo)
+
+
+def with_grpo() -> config.Run:
+  """The demo as it is."""
+  return _with(grpo.objective())
+
+
+def with_dapo() -> config.Run:
+  """Clip-higher; truncated rollouts left out."""
+  return _with(dapo.objective())
+
+
+def with_gspo() -> config.Run:
+  """Ratios of sequences."""
+  return _with(gspo.objective())
+
+
+def with_cispo() -> config.Run:
+  """Clipped weights."""
+  return _with(cispo.objective())
+
+
+def with_sapo() -> config.Run:
+  """A soft gate."""
+  return _with(sapo.objective())
+
+
+def with_rloo() -> config.Run:
+  """The score function, against the other rollouts."""
+  return _with(rloo.objective())
+
+
+def with_reinforce_pp() -> config.Run:
+  """Returns whitened over the step."""
+  return _with(reinforce_pp.objective())
+
+
+NAMES = ("grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp")
+
+
+def right(name: str, seed: int, steps: int) -> tuple[float, float]:
+  """Trains; returns the share of right answers before and after."""
+  with tempfile.TemporaryDirectory() as folder:
+    command = (
+      sys.executable,
+      "-m",
+      "jaxrl_post.main",
+      f"--exp={pathlib.Path(__file__).resolve()}:with_{name}",
+      f"--workdir={folder}/run",
+      f"--set=seed={seed}",
+      f"--set=num_steps={steps}",
+    )
+    done = subprocess.run(
+      command,
+      cwd=_ROOT,
+      capture_output=True,
+      text=True,
+      timeout=_LIMIT_S,
+      check=False,
+    )
+    if done.returncode:
+      raise SystemExit(f"{name}, seed {seed}:\n{done.stderr}")
+    rows = summary.read(pathlib.Path(folder) / "run")
+  found = [row["eval/reward_exact"] for row in rows if "eval/reward" in row]
+  return found[0], found[-1]
+
+
+def main() -> None:
+  """Runs them and prints a line each."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--algorithms", nargs="+", choices=NAMES, default=NAMES)
+  parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument("--steps", type=int, default=450)
+  asked = parser.parse_args()
+  figures = {}
+  print(f"{'':14} before  after, of each seed", flush=True)
+  for name in asked.algorithms:
+    ends = []
+    before = 0.0
+    for seed in range(asked.seeds):
+      before, after = right(name, seed, asked.steps)
+      ends.append(after)
+    shown = "  ".join(f"{end:.3f}" for end in ends)
+    print(f"{name:14} {before:6.3f}  {shown}", flush=True)
+    value = statistics.median(ends)
+    figures[name] = {"value": value, "goal": _GOAL, "met": value >= _GOAL}
+  print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+  main()
