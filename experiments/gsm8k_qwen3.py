@@ -29,7 +29,7 @@ published runs of this kind have in common; expect to tune them.
 """
 
 from jaxrl_post import config
-from jaxrl_post.algos import dapo
+from jaxrl_post.algos import losses, objective
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.envs import evaluate
 from jaxrl_post.models import decoder
@@ -68,7 +68,7 @@ def get_config() -> config.Run:
     rewards=pool.Rewards(
       functions=(number.number,), workers=4, on_failure="mask"
     ),
-    algo=dapo.objective(),
+    algo=objective.Objective(region=losses.Clip(high=0.28)),
     optim=optim.Optim(learning_rate=1e-6, warmup_steps=5, microbatches=64),
     sampling=engine.Sampling(
       max_tokens=1024, rows=128, block=16, dtype="bfloat16"

@@ -96,18 +96,7 @@ class Run:
     if self.data.held_out is None:
       _check_not_evaluated(self)
     _check_leaves(self, "")
-    if self.sampling.quantized and getattr(self.algo, "correction", 1) is None:
-      raise types.InputError(
-        "algo.correction: expected one with sampling.dtype="
-        f"{self.sampling.dtype}, which samples from other probabilities than "
-        "it trains, got None. Set one of them."
-      )
-    if "single_update" in self.algo.needs and self.optim.updates > 1:
-      raise types.InputError(
-        "optim.minibatches, optim.epochs: expected 1 and 1 with an algorithm "
-        "whose loss is exact for one update a batch, got "
-        f"{self.optim.minibatches} and {self.optim.epochs}. Set them to 1."
-      )
+    _check_algorithm(self)
     in_turn = not self.stream.asynchronous and self.placement.mode != "roles"
     if self.placement.publish.buffers == "free_first" and not in_turn:
       raise types.InputError(
@@ -134,6 +123,44 @@ class Run:
   def length(self) -> int:
     """Tokens of the longest rollout, prompt included."""
     return self.data.max_prompt + self.sampling.max_tokens
+
+
+def _check_algorithm(run: Run) -> None:
+  """Refuses an algorithm that the rest of the run does not serve."""
+  needs, cfg = run.algo.needs, run.optim
+  rules = (
+    (
+      run.algo.corrects or not run.sampling.quantized,
+      "algo.correction",
+      f"importance weights with sampling.dtype={run.sampling.dtype}, which "
+      "samples from other probabilities than it trains",
+      "none",
+    ),
+    (
+      "teacher" not in needs,
+      "algo.baseline",
+      "none with a teacher, as the reference of a run is its own first weights "
+      "(docs/algorithms.md says how to distil)",
+      "one",
+    ),
+    (
+      "pairs" not in needs or run.group_size == 2,
+      "group_size",
+      "2 with an algorithm that compares the two rollouts of a prompt",
+      str(run.group_size),
+    ),
+    (
+      "single_update" not in needs or cfg.updates == 1,
+      "optim.minibatches, optim.epochs",
+      "1 and 1 with an algorithm whose loss is exact for one update a batch",
+      f"{cfg.minibatches} and {cfg.epochs}",
+    ),
+  )
+  for holds, name, rule, value in rules:
+    if not holds:
+      raise types.InputError(
+        f"{name}: expected {rule}, got {value}. Change one of the two."
+      )
 
 
 def _check_repeats(run: Run) -> None:
@@ -370,9 +397,24 @@ def _function_name(function: Any) -> str:
   return f"{function.__module__}:{function.__qualname__}"
 
 
+def classes(node: Any, prefix: str = "") -> dict[str, str]:
+  """Returns the class of each group that could be of another, by its name."""
+  found = {}
+  hints = typing.get_type_hints(type(node))
+  for field in dataclasses.fields(node):
+    value, name = getattr(node, field.name), f"{prefix}{field.name}"
+    if dataclasses.is_dataclass(value):
+      if hints[field.name] is not type(value):
+        kind = type(value)
+        found[name] = f"{kind.__module__}:{kind.__qualname__}"
+      found |= classes(value, f"{name}.")
+  return found
+
+
 def describe(run: Run) -> str:
-  """Returns the resolved tree as lines `name = value`."""
-  lines = [f"{name} = {_show(v)}" for name, v in leaves(run).items()]
+  """Returns the resolved tree as lines `name = value`, chosen classes first."""
+  lines = [f"{name} = {kind}" for name, kind in classes(run).items()]
+  lines += [f"{name} = {_show(v)}" for name, v in leaves(run).items()]
   return "\n".join(lines)
 
 

@@ -101,7 +101,7 @@ def prepare(cfg: config.Run) -> Parts:
 def _warn_uncorrected(cfg: config.Run) -> None:
   """Says so where nothing corrects that the engine computes otherwise."""
   rounds = cfg.sampling.quantized or cfg.sampling.compute != cfg.model.dtype
-  if rounds and getattr(cfg.algo, "correction", None) is None:
+  if rounds and not cfg.algo.corrects:
     logging.warning(
       "sampling.dtype=%s beside model.dtype=%s: rollouts are sampled from "
       "other probabilities than they train, and algo.correction is none; "
@@ -266,7 +266,7 @@ def plan(
       f"of all epochs, got {cfg.groups_per_step}. Lower it, or raise "
       "data.epochs."
     )
-  cut = cfg.optim.microbatches
+  cut = cfg.optim.microbatches * cfg.optim.minibatches
   idle = f", {shares.idle} idle" if shares.idle else ""
   many = f" in {processes} processes" if processes > 1 else ""
   same = " (the same)" if cfg.placement.mode == "colocated" else ""

@@ -135,7 +135,8 @@ class Recorder:
       **self._ledger(rollouts),
     }
     if not skipped:
-      self._consumed += np.unique(np.asarray(batch.sequence)[mask > 0]).size
+      sequences = np.unique(np.asarray(batch.sequence)[mask > 0])
+      self._consumed += np.unique(batch.rollout_ids[sequences]).size
       self._trained += int(mask.sum())
       self._version += 1
     line["time/seconds"] = line.pop("T")
@@ -174,7 +175,7 @@ class Recorder:
   def _check_skipped(
     self, step: int, skipped: bool, line: Mapping[str, float]
   ) -> None:
-    bad = skipped and line["loss/tokens"] > 0
+    bad = line["loss/bad_updates"] > 0
     self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
     most = self._cfg.optim.max_skipped
     if self._skipped_in_a_row > most:

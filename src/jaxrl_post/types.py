@@ -103,9 +103,9 @@ class Batch:
     rollout_ids: sequences with equal id are of one rollout; in [0, N).
     truncated: whether the sequence ended by the length limit.
     advantages: filled by `score`, likewise those below.
-    old_logprobs: the trainer's own, before the update; zeros where the update
+    old_logprobs: the trainer's own, before the update; NaN where the update
       finds them itself.
-    reference_logprobs: of the reference policy; zeros where there is none.
+    reference_logprobs: of the reference policy; NaN where there is none.
   """
 
   tokens: Int[Array, "B T"]
@@ -431,6 +431,16 @@ class Algorithm(Protocol):
   @property
   def needs(self) -> frozenset[str]:
     """What a step has to provide, see `algos.objective.Objective.needs`."""
+    ...
+
+  @property
+  def corrects(self) -> bool:
+    """Whether it weighs tokens for what the sampler's policy was."""
+    ...
+
+  @property
+  def reference_moves(self) -> tuple[int, float]:
+    """After how many batches the reference moves, 0 for never; and how far."""
     ...
 
   @property

@@ -167,7 +167,8 @@ def test_dry_run_prints_the_run_and_touches_no_folder(tmp_path):
   *leaves, plan = end.out.splitlines()
   # C126: the experiment's value, not the default of the class.
   assert "num_steps = 4" in leaves
-  assert len(leaves) == len(config.leaves(runs.configured()))
+  cfg = runs.configured()
+  assert len(leaves) == len(config.leaves(cfg)) + len(config.classes(cfg))
   assert plan.startswith("a step: 4 prompts x 4 = 16 rows")
   assert list(tmp_path.iterdir()) == []
 

@@ -19,7 +19,7 @@ from tests.reference import objectives as reference
 
 _SCORE = {"rloo", "reinforce", "sft", "distill", "distill_rewards", "dpo"}
 _SCORE |= {"score_k3_entropy"}
-_REFUSAL = r"^algo\.\w+(\.\w+)?: expected .*, got .*\. \w+.*\.$"
+_REFUSAL = r"^algo\.\w+(\.\w+)?(, algo\.\w+)?: expected .*, got .*\. \w+.*\.$"
 _NO_IMPORTANCE = {"none", "off_policy_mask"}
 
 

@@ -342,7 +342,7 @@ def test_c30_temperature_divides_logits_in_the_trainer():
     algo=grpo.objective(),
     updates=2,
   )
-  real = batch.segment_ids[:, 1:] > 0
+  real = np.asarray(batch.loss_mask[:, 1:]) > 0
   np.testing.assert_allclose(
     scored.old_logprobs[:, 1:][real], taken[real], atol=1e-5
   )

@@ -263,9 +263,9 @@ def test_old_logprobs_of_one_update_are_those_of_a_pass_before_it():
   start, score, update = _steps(algo)
   state = start(making.params(_CONFIG), jax.random.key(1))
   batch = score(state.params, _packed())
-  assert not batch.old_logprobs.any()
+  assert np.isnan(batch.old_logprobs).all()
   known = _steps(algo, minibatches=2)[1](state.params, _packed())
-  assert known.old_logprobs.any()
+  assert np.isfinite(known.old_logprobs).all()
   one, m = update(state, batch)
   two, n = jax.jit(
     functools.partial(
@@ -315,6 +315,46 @@ def test_c118_c25_the_reference_stays_put_and_kl_begins_at_zero():
     ).reference
     is None
   )
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_c118_the_reference_moves_only_if_told_and_as_told(share):
+  kl = divergence.Kl(0.1, every=2, share=share)
+  algo = dataclasses.replace(grpo.objective(), kl=kl)
+  state = _steps(algo)[0](making.params(_CONFIG), jax.random.key(1))
+  first = state.reference
+  state, _ = _train(algo, _packed(), state)
+  jax.tree.map(np.testing.assert_array_equal, first, state.reference)
+  state, _ = _train(algo, _packed(), state)
+  want = jax.tree.map(lambda a, b: a + share * (b - a), first, state.params)
+  _close(state.reference, want, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_optimizers_are_those_of_their_names(name, moments):
+  cfg = optim.Optim(
+    name=name, moments=moments, learning_rate=0.1, weight_decay=0.5, b1=0.8
+  )
+  tx = optim.build(cfg, 10)
+  params, grads = {"w": jnp.full(3, 2.0)}, {"w": jnp.array([0.3, -0.4, 0.0])}
+  state = tx.init(params)
+  found = []
+  for _ in range(2):
+    with jax.numpy_dtype_promotion("standard"):
+      updates, state = tx.update(grads, state, params)
+    found.append(np.asarray(updates["w"]))
+  g = np.array([0.3, -0.4, 0.0])
+  direction = {
+    "adamw": [np.sign(g), np.sign(g)],
+    "lion": [np.sign(g), np.sign(g)],
+    "sgd": [g, 1.8 * g],
+  }[name]
+  for got, way in zip(found, direction, strict=True):
+    atol = 1e-5 if moments == "float32" else 2e-3
+    np.testing.assert_allclose(got, -0.1 * (way + 0.5 * 2.0), atol=atol)
+  kinds = {str(x.dtype) for x in jax.tree.leaves(state) if x.ndim}
+  assert (moments in kinds) and ("float32" in kinds or name != "adamw")
 
 
 def test_c118_a_donated_update_leaves_the_reference_its_memory():

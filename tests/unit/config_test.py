@@ -12,12 +12,13 @@ from typing import Literal
 import pytest
 
 from jaxrl_post import config, types
-from jaxrl_post.algos import dpo, objective
+from jaxrl_post.algos import distill, dpo, grpo, objective, reducers
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.models import decoder, transformer
 from jaxrl_post.placement import settings
 from jaxrl_post.rewards import pool
 from jaxrl_post.runtime import assign, checkpoint
+from jaxrl_post.sampling import engine
 from jaxrl_post.training import optim
 from tests.e2e import experiment
 
@@ -130,9 +131,60 @@ def test_every_kind_of_leaf_can_be_set(name, text, expected):
   assert assign._parse(text, hint, "--set x") == expected
 
 
-def test_what_is_exact_for_one_update_is_not_updated_more_often():
-  with pytest.raises(types.InputError, match="optim.minibatches.* got 2 and 1"):
-    tiny(algo=dpo.objective(), optim=optim.Optim(minibatches=2))
+@pytest.mark.parametrize(
+  ("fields", "expected"),
+  [
+    (
+      {"optim": optim.Optim(minibatches=2), "group_size": 2},
+      "optim.minibatches.* got 2 and 1",
+    ),
+    ({"group_size": 4}, "group_size: expected 2 .* got 4"),
+    (
+      {"algo": distill.objective()},
+      "algo.baseline: expected none with a teach",
+    ),
+    (
+      {
+        "algo": grpo.objective(),
+        "group_size": 4,
+        "sampling": engine.Sampling(dtype="int8"),
+      },
+      None,
+    ),
+    (
+      {
+        "algo": objective.Objective(correction=None),
+        "group_size": 4,
+        "sampling": engine.Sampling(dtype="int8"),
+      },
+      "algo.correction: expected importance weights .* got none",
+    ),
+    (
+      {
+        "algo": objective.Objective(correction=None, proximal="sampler"),
+        "group_size": 4,
+        "sampling": engine.Sampling(dtype="int8"),
+      },
+      None,
+    ),
+  ],
+)
+def test_an_algorithm_that_the_run_does_not_serve_is_refused(fields, expected):
+  fields = {"algo": dpo.objective(), **fields}
+  if expected is None:
+    tiny(**fields)
+    return
+  with pytest.raises(types.InputError, match=expected):
+    tiny(**fields)
+
+
+def test_two_algorithms_of_equal_leaves_are_told_apart():
+  one, two = (
+    config.describe(tiny(algo=objective.Objective(reducer=reducer)))
+    for reducer in (reducers.TokenMean(), reducers.SequenceMean())
+  )
+  assert one != two
+  assert f"algo.reducer = {reducers.__name__}:TokenMean" in one
 
 
 def test_a_group_that_may_be_left_out_is_set_as_a_whole_or_begun():
@@ -154,7 +206,7 @@ def test_a_group_that_may_be_left_out_is_set_as_a_whole_or_begun():
     ("num_step=3", "Did you mean 'num_steps'?"),
     ("optim.lerning_rate=1e-5", "Did you mean 'learning_rate'?"),
     ("sampling.top_p=0.9", "Sampling has no field 'top_p'"),
-    ("optim=3", "Set one of: learning_rate"),
+    ("optim=3", "Set one of: name, learning_rate"),
     ("num_steps.x=3", "It has no fields"),
     ("num_steps=many", "expected int, got 'many'"),
     ("num_steps=1.5", "expected int, got '1.5'"),
@@ -287,7 +339,7 @@ def test_json_of_equal_runs_is_equal_and_of_others_is_not():
 def test_a_description_has_a_line_for_every_leaf():
   run = tiny(num_steps=7)
   lines = config.describe(run).splitlines()
-  assert len(lines) == len(config.leaves(run))
+  assert len(lines) == len(config.leaves(run)) + len(config.classes(run))
   assert "num_steps = 7" in lines
   assert f"rewards.functions = ({__name__}:score)" in lines
 

@@ -77,9 +77,9 @@ _CASES = [
     proximal="loglinear",
     baseline=baselines.Teacher(),
   ),
-  _case("correction", _OBJECTIVE, proximal="sampler"),
+  _case("correction, algo.filters", _OBJECTIVE, proximal="sampler"),
   _case(
-    "correction",
+    "correction, algo.filters",
     _OBJECTIVE,
     proximal="sampler",
     correction=None,
@@ -136,12 +136,17 @@ def test_a_critic_is_refused_with_what_it_lacks():
 @pytest.mark.parametrize(
   ("objective", "needs"),
   [
-    (grpo.objective(), set()),
-    (objectives.Objective(kl=divergence.Kl(0.1)), {"reference"}),
-    (objectives.Objective(kl=_IN_REWARD), {"reference", "old"}),
-    (distill.objective(), {"reference", "old"}),
-    (dpo.objective(), {"reference", "old", "single_update"}),
-    (reinforce_pp.objective(), set()),
+    (grpo.objective(), {"start"}),
+    (objectives.Objective(correction=None, proximal="sampler"), set()),
+    (objectives.Objective(proximal="loglinear"), set()),
+    (objectives.Objective(kl=divergence.Kl(0.1)), {"reference", "start"}),
+    (objectives.Objective(kl=_IN_REWARD), {"reference", "old", "start"}),
+    (distill.objective(), {"reference", "old", "start", "teacher"}),
+    (
+      dpo.objective(),
+      {"reference", "old", "start", "single_update", "pairs"},
+    ),
+    (reinforce_pp.objective(), {"start"}),
   ],
 )
 def test_an_objective_says_what_it_needs(objective, needs):

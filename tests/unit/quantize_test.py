@@ -292,7 +292,7 @@ def test_a_dtype_says_what_is_quantized(dtype, compute, weights, cache):
 @pytest.mark.parametrize("dtype", ["int8", "int8_cache"])
 def test_quantized_rollouts_without_their_correction_are_refused(dtype):
   with pytest.raises(
-    types.InputError, match=f"algo.correction: .*dtype={dtype}.* got None"
+    types.InputError, match=f"algo.correction: .*dtype={dtype}.* got none"
   ):
     runs.configured(f"sampling.dtype={dtype}", "algo.correction=none")
   assert runs.configured(f"sampling.dtype={dtype}").sampling.dtype == dtype

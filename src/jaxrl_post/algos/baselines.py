@@ -315,14 +315,15 @@ class Teacher:
   """On-policy distillation: how much likelier a token is to the teacher.
 
   The reverse KL to the reference policy as a reward a token (Agarwal et al.
-  2024, arXiv 2306.13649; Lu et al. 2025, "On-policy distillation").
+  2024, arXiv 2306.13649; Lu et al. 2025, "On-policy distillation"). The
+  reference has to be another policy than the first one that is trained.
 
   Attributes:
     rewards: weight of the group's advantages beside it; 0 distils only.
   """
 
   rewards: float = 0.0
-  needs = frozenset({"reference", "old"})
+  needs = frozenset({"reference", "old", "teacher"})
 
   def __post_init__(self) -> None:
     if not 0 <= self.rewards < math.inf:
@@ -349,15 +350,15 @@ class Preference:
   Of the two rollouts of a prompt the one with the higher reward is preferred.
   The gradient of -log sigmoid(beta d), with d the difference of the two
   log-ratios to the reference, is that of advantages
-  +-beta sigmoid(-beta d): so DPO is a baseline for `losses.Score`, exact for
-  one update a batch.
+  +-beta sigmoid(-beta d): so DPO is a baseline for `losses.Score`, summed over
+  sequences and without corrections, exact for one update a batch.
 
   Attributes:
     beta: how much the reference binds.
   """
 
   beta: float = 0.1
-  needs = frozenset({"reference", "old", "single_update"})
+  needs = frozenset({"reference", "old", "single_update", "pairs"})
 
   def __post_init__(self) -> None:
     if not 0 < self.beta < math.inf:
@@ -376,7 +377,9 @@ class Preference:
       inputs.old_logprobs, inputs.reference_logprobs, inputs.loss_mask
     )
     moved = sequences.scatter(gap, inputs.sequence, size)
-    rewards = sequence_rewards(inputs)
+    # One that does not train leaves its partner alone.
+    trains = sequences.scatter(inputs.loss_mask, inputs.sequence, size) > 0
+    rewards = jnp.where(trains, sequence_rewards(inputs), jnp.nan)
     side = jnp.sign(group_advantages(rewards, ids, scale="none"))
     valid = jnp.isfinite(rewards).astype(jnp.float32)
     pair = jax.ops.segment_sum(valid, ids, size)[ids] == 2.0

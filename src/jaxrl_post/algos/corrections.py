@@ -20,9 +20,6 @@ from jaxrl_post.algos import losses, sequences
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 Action: TypeAlias = Literal["truncate", "mask", "reject"]
 
-# Larger logarithms would leave float32 as a weight.
-_LARGEST = 20.0
-
 # Of a token: its weight, and 1 where the correction has changed or dropped it.
 Weights = tuple[Float[Array, "B T"], Float[Array, "B T"]]
 
@@ -68,12 +65,14 @@ class Importance:
     elif self.level == "geometric":
       gap = sequences.mean(gap, mask, inputs.segment_ids)
     gap = jnp.where(mask > 0, gap, 0.0)
-    weight = jax.lax.stop_gradient(jnp.exp(jnp.minimum(gap, _LARGEST)))
+    weight = jax.lax.stop_gradient(jnp.exp(jnp.minimum(gap, losses.LARGEST)))
     outside = (weight < self.low) | (weight > self.high)
+    # A NaN of the sampler stays one, so that the update is skipped.
+    one = jnp.where(jnp.isnan(weight), weight, 1.0)
     if self.action == "truncate":
       used = jnp.clip(weight, self.low, self.high)
     else:
-      kept = weight if self.action == "mask" else jnp.ones_like(weight)
+      kept = weight if self.action == "mask" else one
       used = jnp.where(outside, 0.0, kept)
     return used * mask, jnp.where(outside, mask, 0.0)
 
@@ -107,4 +106,4 @@ class OffPolicyMask:
     advantage = jnp.where(mask > 0, inputs.advantages, 0.0)
     bad = sequences.mean(advantage, mask, ids) < 0
     dropped = jnp.where(bad & (fall > self.delta), mask, 0.0)
-    return mask - dropped, dropped
+    return mask - dropped + 0.0 * fall * mask, dropped

@@ -1,6 +1,6 @@
 """DAPO (Yu et al. 2025, arXiv 2503.14476), sections 3.1, 3.3 and 3.4.
 
-Its dynamic sampling (section 3.2) is `filter_groups` of a run, and the soft
+Its dynamic sampling (section 3.2) is `stream.filter_zero_signal`, and the soft
 penalty on long answers a reward, see `overlong_penalty`.
 """
 

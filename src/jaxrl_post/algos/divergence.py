@@ -26,6 +26,10 @@ class Kl:
 
   Attributes:
     coef: its factor, beta.
+    every: the reference moves towards the policy after so many batches; 0
+      keeps it where it is.
+    share: how far: 1 makes it the policy (Gorbatovski et al. 2024, arXiv
+      2404.09656), less an exponential average.
     estimator: k1 has no bias and much variance; k2 has little of both near the
       reference; k3 has no bias and is never negative.
     place: "loss" adds the estimate to the loss of a token, "reward" takes k1
@@ -37,6 +41,8 @@ class Kl:
   """
 
   coef: float
+  every: int = 0
+  share: float = 1.0
   estimator: Estimator = "k3"
   place: Place = "loss"
   gradient: Gradient = "own"
@@ -49,6 +55,11 @@ class Kl:
       raise types.InputError(
         f"algo.kl.coef: expected > 0, got {self.coef}. algo.kl = none goes "
         "without a reference."
+      )
+    if self.every < 0 or not 0 < self.share <= 1:
+      raise types.InputError(
+        "algo.kl: expected every >= 0 and share in (0, 1], got "
+        f"{self.every} and {self.share}. 0 and 1 keep the reference."
       )
     if self.place == "reward" and self.gradient != "own":
       raise types.InputError(

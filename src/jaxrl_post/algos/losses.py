@@ -25,6 +25,11 @@ Level: TypeAlias = Literal["token", "sequence", "sequence_token"]
 TokenLosses = tuple[Float[Array, "B T"], Float[Array, "B T"]]
 
 
+# Logarithms of ratios and weights act as this at most: one token whose numbers
+# leave float32 would cost the whole update.
+LARGEST = 20.0
+
+
 def difference(
   upper: jax.Array, lower: jax.Array, mask: jax.Array
 ) -> jax.Array:
@@ -121,7 +126,7 @@ class Clip:
     too.
     """
     inputs = masked(inputs)
-    ratio = jnp.exp(log_ratio)
+    ratio = _exp(log_ratio)
     free = -inputs.advantages * ratio
     bound = -inputs.advantages * jnp.clip(ratio, 1 - self.low, 1 + self.high)
     loss, clipped = jnp.maximum(free, bound), bound > free
@@ -152,7 +157,7 @@ class Cispo:
   ) -> TokenLosses:
     """Returns -sg(clip(r)) A log p, and where the clip acts."""
     inputs = masked(inputs)
-    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    ratio = jax.lax.stop_gradient(_exp(log_ratio))
     used = jnp.clip(ratio, 1 - self.low, 1 + self.high)
     loss = -used * inputs.advantages * inputs.logprobs
     acts = (used != ratio) & (inputs.advantages != 0)
@@ -187,7 +192,7 @@ class Sapo:
     The gradient of f is 1 at r = 1 and falls off on both sides.
     """
     inputs = masked(inputs)
-    ratio = jnp.exp(log_ratio)
+    ratio = _exp(log_ratio)
     tau = jnp.where(inputs.advantages > 0, self.positive, self.negative)
     gate = 4.0 / tau * jax.nn.sigmoid(tau * (ratio - 1.0))
     loss = -inputs.advantages * gate * inputs.loss_mask
@@ -221,7 +226,7 @@ class Dppo:
     moved = jnp.exp(inputs.logprobs) - jnp.exp(inputs.sampler_logprobs)
     risen = (inputs.advantages > 0) & (moved > self.high)
     far = risen | ((inputs.advantages < 0) & (moved < -self.low))
-    loss = -inputs.advantages * jnp.exp(log_ratio) * inputs.loss_mask
+    loss = -inputs.advantages * _exp(log_ratio) * inputs.loss_mask
     return jnp.where(far, 0.0, loss), _marked(far, inputs.loss_mask)
 
 
@@ -276,6 +281,11 @@ def value_losses(
 def _marked(where: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns the mask where something is the case, 0 elsewhere."""
   return jnp.where(where, mask, 0.0)
+
+
+def _exp(log_ratio: jax.Array) -> jax.Array:
+  """Returns a ratio that stays finite, and so does its gradient."""
+  return jnp.exp(jnp.minimum(log_ratio, LARGEST))
 
 
 def _check_band(low: float, high: float, most: float = math.inf) -> None:

@@ -77,7 +77,7 @@ OwnLoss = Callable[[jax.Array, types.LossInputs], jax.Array]
 Proximal: TypeAlias = Literal["recomputed", "sampler", "loglinear"]
 
 # What a step provides, see `Objective.needs`.
-_PROVIDED = frozenset({"old", "reference", "single_update"})
+_PROVIDED = frozenset({"reference", "old", "single_update", "pairs", "teacher"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,9 +155,9 @@ class Objective:
       ),
       (
         not (self.proximal == "sampler" and importance),
-        "algo.correction",
+        "algo.correction, algo.filters",
         "no importance weights with proximal=sampler, where they are 1",
-        self.correction,
+        (self.correction, *self.filters),
       ),
       (
         not (score and self.proximal != "recomputed"),
@@ -190,15 +190,32 @@ class Objective:
 
     Returns:
       Of "reference" (log-probabilities of a reference policy), "old" (those of
-      the weights before the update, as a pass of its own before it),
-      "single_update" (one update a batch).
+      the weights before the update, as a pass of its own before it), "start"
+      (the same, if the batch has several updates), "single_update" (one update
+      a batch), "pairs" (two rollouts of each prompt), "teacher" (a reference
+      that is not the policy's own past).
     """
     needs = set(self.baseline.needs)
+    if self.proximal == "recomputed":
+      needs.add("start")
     if self.kl is not None:
       needs.add("reference")
       if self.kl.place == "reward":
         needs.add("old")
     return frozenset(needs)
+
+  @property
+  def corrects(self) -> bool:
+    """Whether something weighs tokens for what the sampler's policy was."""
+    return self.proximal != "recomputed" or any(
+      isinstance(c, corrections.Importance)
+      for c in (self.correction, *self.filters)
+    )
+
+  @property
+  def reference_moves(self) -> tuple[int, float]:
+    """After how many batches the reference moves, 0 for never; and how far."""
+    return (0, 1.0) if self.kl is None else (self.kl.every, self.kl.share)
 
   def shares(
     self,

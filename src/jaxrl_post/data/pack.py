@@ -28,8 +28,9 @@ def pack(
     rows: B, and N: each rollout is a sequence, and may need a row of its own.
     length: T, at least the longest prompt plus completion.
     microbatches: M, of each minibatch.
-    minibatches: K, with M divides B. Rows take turns in them: the k-th has rows
-      k, k + K, ..., and of these its m-th microbatch m, m + M, ...
+    minibatches: K, with M divides B. Each has as many rollouts as the others,
+      give or take one. The k-th has rows k, k + K, ..., and of these its m-th
+      microbatch m, m + M, ...
     mask_stale_tokens: train, of each rollout, only the tokens of the newest
       version among its tokens.
 
@@ -53,8 +54,15 @@ def pack(
   if longest > length:
     raise ValueError(f"pack: expected at most {length} tokens, got {longest}")
   batch = _empty(rows, length)
-  place, begin, segment = _places(sizes, length)
-  at = _row(place, rows, microbatches, minibatches)
+  at, begin, segment = (np.zeros(len(found), int) for _ in range(3))
+  # The longest take turns in the minibatches, so that those are alike.
+  turn = np.empty(len(found), int)
+  turn[np.argsort(-sizes, kind="stable")] = np.arange(len(found)) % minibatches
+  for part in range(minibatches):
+    mine = np.flatnonzero(turn == part)
+    place, begin[mine], segment[mine] = _places(sizes[mine], length)
+    row = _row(place, rows // minibatches, microbatches)
+    at[mine] = row * minibatches + part
   number = np.repeat(np.arange(len(found)), sizes)
   # All tokens of all rollouts, one behind the other, and where each belongs.
   offset = np.arange(len(number)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -101,13 +109,10 @@ def trained(batch: types.Batch, *, truncated: bool = True) -> np.ndarray:
   return np.asarray(batch.loss_mask) * known
 
 
-def _row(
-  place: np.ndarray, rows: int, microbatches: int, minibatches: int
-) -> np.ndarray:
-  """Returns where the row that is used as the `place`-th lies."""
-  place, minibatch = np.divmod(place, minibatches)
-  microbatch, slot = np.divmod(place, rows // (microbatches * minibatches))
-  return (slot * microbatches + microbatch) * minibatches + minibatch
+def _row(place: np.ndarray, rows: int, microbatches: int) -> np.ndarray:
+  """Returns where the row that a minibatch uses as its `place`-th lies."""
+  microbatch, slot = np.divmod(place, rows // microbatches)
+  return slot * microbatches + microbatch
 
 
 def _size(rollout: types.Rollout) -> int:
@@ -155,8 +160,9 @@ def _empty(rows: int, length: int) -> dict[str, Any]:
     rollout_ids=np.arange(rows, dtype=np.int32),
     truncated=np.zeros(rows, bool),
     advantages=tokens(0),
-    old_logprobs=tokens(0),
-    reference_logprobs=tokens(0),
+    # Not known yet; whoever used them all the same would skip the update.
+    old_logprobs=tokens(np.nan),
+    reference_logprobs=tokens(np.nan),
   )
 
 

@@ -128,6 +128,34 @@ def whole(
   return found | {name: x + none for name, x in most.items()}
 
 
+def over_updates(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """Puts the metrics of several updates of a batch together.
+
+  Args:
+    metrics: of each update, as a first dim.
+
+  Returns:
+    `loss/tokens` and `loss/bad_updates` added up, `mismatch/max_abs` the
+    largest, `loss/skipped` 1 if all were skipped; of the rest the mean over
+    updates that were applied and have a number.
+  """
+  done = metrics["loss/skipped"] == 0
+  found = {}
+  for name, x in metrics.items():
+    if name in ("loss/tokens", "loss/bad_updates"):
+      found[name] = jnp.sum(x)
+    elif name == "loss/skipped":
+      found[name] = jnp.min(x)
+    elif name == "mismatch/max_abs":
+      found[name] = jnp.nanmax(x)
+    else:
+      keep = done & jnp.isfinite(x)
+      found[name] = jnp.sum(jnp.where(keep, x, 0.0)) / jnp.sum(
+        keep.astype(jnp.float32)
+      )
+  return found
+
+
 def _fresh(
   inputs: types.LossInputs, policy_versions: jax.Array, version: jax.Array
 ) -> jax.Array:

@@ -1,10 +1,11 @@
-"""The optimizer: AdamW with clipping and a schedule, from optax."""
+"""The optimizer: one of optax, with clipping, weight decay and a schedule."""
 
 import dataclasses
 import math
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxrl_post import types
@@ -12,16 +13,21 @@ from jaxrl_post import types
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
-  """Settings of AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101).
+  """Settings of the optimizer.
 
   Attributes:
+    name: adamw (Loshchilov and Hutter 2019, arXiv 1711.05101), lion (Chen et
+      al. 2023, arXiv 2302.06675), or sgd with momentum. Weight decay is
+      decoupled in all of them.
     learning_rate: at the top of the schedule.
     schedule: shape after the warm-up: constant, or falling to zero at the last
       step as a line or a half cosine.
     warmup_steps: updates over which the rate rises from zero.
-    b1: decay of the gradient average.
-    b2: decay of the squared gradient average.
-    eps: added to the root of the latter.
+    b1: decay of the gradient average; the momentum of sgd.
+    b2: decay of the squared gradient average; of lion, of the gradient average
+      that it keeps. Not read by sgd.
+    eps: added to the root of the former; read by adamw only.
+    moments: dtype of the gradient average. The squared one stays float32.
     weight_decay: per unit of learning rate, on matrices only.
     clip_norm: largest global gradient norm; a longer gradient is scaled.
     microbatches: parts an update's rows are cut into, one after the other, to
@@ -33,12 +39,14 @@ class Optim:
       gradient is not finite; one more ends the run. 0 stops at the first.
   """
 
+  name: Literal["adamw", "lion", "sgd"] = "adamw"
   learning_rate: float = 1e-6
   schedule: Literal["constant", "linear", "cosine"] = "constant"
   warmup_steps: int = 0
   b1: float = 0.9
   b2: float = 0.999
   eps: float = 1e-8
+  moments: Literal["float32", "bfloat16"] = "float32"
   weight_decay: float = 0.0
   clip_norm: float = 1.0
   microbatches: int = 1
@@ -88,7 +96,7 @@ def schedule(cfg: Optim, num_steps: int) -> optax.Schedule:
 
 
 def build(cfg: Optim, num_steps: int) -> optax.GradientTransformation:
-  """Returns clip, AdamW and schedule as one optax transformation."""
+  """Returns clip, optimizer and schedule as one optax transformation."""
 
   def decays(params: types.Tree) -> types.Tree:
     # Norm scales and biases are told by name: stacked, they have two dims too.
@@ -98,7 +106,18 @@ def build(cfg: Optim, num_steps: int) -> optax.GradientTransformation:
 
   return optax.chain(
     optax.clip_by_global_norm(cfg.clip_norm),
-    optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
+    _scaled(cfg),
     optax.add_decayed_weights(cfg.weight_decay, mask=decays),
     optax.scale_by_learning_rate(schedule(cfg, num_steps)),
   )
+
+
+def _scaled(cfg: Optim) -> optax.GradientTransformation:
+  """Returns what turns gradients into directions."""
+  if cfg.name == "adamw":
+    return optax.scale_by_adam(
+      cfg.b1, cfg.b2, cfg.eps, mu_dtype=jnp.dtype(cfg.moments)
+    )
+  if cfg.name == "lion":
+    return optax.scale_by_lion(cfg.b1, cfg.b2, mu_dtype=jnp.dtype(cfg.moments))
+  return optax.trace(cfg.b1, accumulator_dtype=jnp.dtype(cfg.moments))

@@ -51,7 +51,7 @@ def needs_old(algo: types.Algorithm, updates: int) -> bool:
   Before the only update of a batch they are the ones that the update computes
   anyway, by the same function of the same weights.
   """
-  return updates > 1 or "old" in algo.needs
+  return "old" in algo.needs or (updates > 1 and "start" in algo.needs)
 
 
 def score(
@@ -90,6 +90,8 @@ def score(
     batch = dataclasses.replace(batch, old_logprobs=old)
   known = None
   if "reference" in algo.needs:
+    if reference is None:
+      raise ValueError("score: expected a reference, got none")
     known = _each(decoder, reference, batch, microbatches)
     batch = dataclasses.replace(batch, reference_logprobs=known)
   inputs = types.AdvantageInputs(
@@ -131,11 +133,13 @@ def update(
     epochs: how often each row is trained.
 
   Returns:
-    The next state and scalar metrics, means over the updates. `step` is one
-    higher. An update in which no token trains, or of which loss, gradient or
-    update is not finite, leaves weights and optimizer bit for bit as they were;
-    `loss/skipped` is 1 and `version` stays if all are such, otherwise `version`
-    is one higher. Loss and gradient are the same for any `microbatches`.
+    The next state and scalar metrics, see `diagnostics.over_updates`. `step` is
+    one higher. An update in which no token trains, or of which loss, gradient
+    or update is not finite, leaves weights and optimizer bit for bit as they
+    were; `loss/skipped` is 1 and `version` stays if all are such, otherwise
+    `version` is one higher. Loss and gradient are the same for any
+    `microbatches`. The reference policy is as before, or moved as the algorithm
+    says.
   """
   updates = minibatches * epochs
   one = functools.partial(
@@ -158,13 +162,20 @@ def update(
     state, metrics = jax.lax.scan(
       again, state, jnp.arange(updates) % minibatches
     )
-    skipped = jnp.min(metrics["loss/skipped"])
-    metrics = {name: jnp.mean(x) for name, x in metrics.items()}
-    metrics["loss/skipped"] = skipped
+    metrics = diagnostics.over_updates(metrics)
   applied = 1 - metrics["loss/skipped"].astype(jnp.int32)
   state = dataclasses.replace(
     state, step=state.step + 1, version=version + applied
   )
+  every, share = algo.reference_moves
+  if every:
+    due = state.step % every == 0
+    moved = jax.tree.map(
+      lambda old, new: jnp.where(due, old + share * (new - old), old),
+      state.reference,
+      state.params,
+    )
+    state = dataclasses.replace(state, reference=moved)
   return state, metrics
 
 
@@ -185,7 +196,8 @@ def _update(
   def loss_fn(params: types.Tree, part: types.Batch, shares: jax.Array):
     logprobs, entropy = _logprobs(decoder, params, part)
     old = part.old_logprobs if is_old else jax.lax.stop_gradient(logprobs)
-    lag = jnp.where(part.loss_mask > 0, state.version - part.policy_versions, 0)
+    lag = jnp.maximum(state.version - part.policy_versions, 0)
+    lag = jnp.where(part.loss_mask > 0, lag, 0)
     has_reference = "reference" in algo.needs
     inputs = types.LossInputs(
       logprobs=logprobs,
@@ -235,6 +247,7 @@ def _update(
     "loss/grad_norm": norm,
     "loss/tokens": num_tokens,
     "loss/skipped": 1.0 - applies.astype(jnp.float32),
+    "loss/bad_updates": ((num_tokens > 0) & ~applies).astype(jnp.float32),
     "loss/update_norm": jnp.where(applies, update_norm, 0.0),
   }
   return new_state, metrics
@@ -243,7 +256,7 @@ def _update(
 def _logprobs(
   decoder: decoders.Decoder, params: types.Tree, batch: types.Batch
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-  """Scores the tokens of a batch; log-probabilities and entropies."""
+  """Scores the tokens that train; log-probabilities and entropies, else 0."""
   return decoders.logprobs(
     decoder,
     params,
@@ -251,6 +264,7 @@ def _logprobs(
     positions=batch.positions,
     segment_ids=batch.segment_ids,
     temperature=sequences.gather(batch.temperature, batch.sequence, fill=1.0),
+    wanted=batch.loss_mask > 0,
   )
 
 
