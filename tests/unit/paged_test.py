@@ -96,8 +96,8 @@ def test_order_and_neighbours_change_no_bit():
 def test_a_full_cache_makes_the_youngest_wait_and_changes_no_token():
   engine = _engine(page=4, cache=0.3)
   waited = []
-  plain = engine._cancel
-  engine._cancel = lambda at: waited.extend(at) or plain(at)
+  plain = engine._cut
+  engine._cut = lambda left: waited.extend(left) or plain(left)
   found = _generate(engine, _requests())
   assert waited, "the cache was never full"
   _assert_same(found, _generate(_engine(page=4), _requests()), exact=True)
