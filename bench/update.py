@@ -14,10 +14,10 @@ advantages, forward and backward passes and AdamW are in it. Medians over the
 repeats. In the same turns the rate of large float32 products is measured.
 
 Useful operations are three times those of a forward pass over each row's prompt
-and completion, with logits of completions only. Each system has its best
-microbatch of those tried (1 group, 2, 4, all rows). torch computes no
-entropies, which TRL does, and pads to the longest of a microbatch and not of a
-batch. Processes of JAX get huge pages for malloc.
+and completion, with logits of completions only. Microbatches (`_ROWS`) are the
+peers' best ones of an earlier study and a guess for ours: not tuned here yet.
+torch computes no entropies, which TRL does, and pads to the longest of a
+microbatch and not of a batch. Processes of JAX get huge pages for malloc.
 
 The environments of the others are those of bench/rollout.py. --quick is a smoke
 test.
