@@ -188,7 +188,8 @@ def preference(batch: Batch, kl: Any, *, beta: float) -> PerToken:
     pair = [
       j
       for j, other in enumerate(batch)
-      if other.group == own.group and math.isfinite(rewards[j])
+      # One that does not train leaves its partner alone.
+      if other.group == own.group and math.isfinite(rewards[j]) and other.old
     ]
     if len(pair) != 2 or i not in pair:
       continue
