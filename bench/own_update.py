@@ -1,11 +1,10 @@
 """Our update on a workload, and what the machine allows, for bench/update.py.
 
-    echo 0 | python bench/own_update.py W1 [--microbatches N]
+    echo 0 | python bench/own_update.py W1 [--rows N]
 
 The order `limits` times large float32 matrix products.
 """
 
-import argparse
 import dataclasses
 import functools
 import time
@@ -131,13 +130,8 @@ def limits() -> Callable[[], dict[str, float]]:
 
 def main() -> None:
   """Reads the command line and serves."""
-  about = (__doc__ or "").partition("\n")[0]
-  parser = argparse.ArgumentParser(description=about)
-  parser.add_argument("workload", choices=sorted(workloads.WORKLOADS))
-  parser.add_argument("--microbatches", type=int, default=1)
-  chosen = parser.parse_args()
-  w = workloads.WORKLOADS[chosen.workload]
-  trained = Trained(w, chosen.microbatches)
+  w, rows = scored.asked(__doc__)
+  trained = Trained(w, w.rows // rows)
   scored.serve(
     w,
     trained.update,

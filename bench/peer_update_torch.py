@@ -9,7 +9,6 @@ norm of the gradient, and fused AdamW. TRL also computes entropies for its log
 and pads every microbatch to the longest completion of the batch; this does not.
 """
 
-import argparse
 from collections.abc import Callable
 
 import numpy as np
@@ -70,12 +69,7 @@ def updater(
 
 def main() -> None:
   """Reads the command line and serves."""
-  about = (__doc__ or "").partition("\n")[0]
-  parser = argparse.ArgumentParser(description=about)
-  parser.add_argument("workload", choices=sorted(workloads.WORKLOADS))
-  parser.add_argument("--rows", type=int, help="of a microbatch; default all")
-  chosen = parser.parse_args()
-  w = workloads.WORKLOADS[chosen.workload]
+  w, rows = scored.asked(__doc__)
   torch.set_num_threads(workloads.cores())
   transformers.utils.logging.set_verbosity_error()
   model = peer_torch.build(w)
@@ -86,7 +80,7 @@ def main() -> None:
 
   scored.serve(
     w,
-    updater(w, model, chosen.rows or w.rows),
+    updater(w, model, rows),
     check=check,
     version=f"transformers {transformers.__version__}, "
     f"torch {torch.__version__}",

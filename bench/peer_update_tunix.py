@@ -6,7 +6,6 @@ Runs in an environment with google-tunix. Its trainer is called with its loss as
 its GRPO learner calls it, on examples as the learner makes them.
 """
 
-import argparse
 import importlib.metadata
 from collections.abc import Callable
 
@@ -100,16 +99,11 @@ def updater(
 
 def main() -> None:
   """Reads the command line and serves."""
-  about = (__doc__ or "").partition("\n")[0]
-  parser = argparse.ArgumentParser(description=about)
-  parser.add_argument("workload", choices=sorted(workloads.WORKLOADS))
-  parser.add_argument("--rows", type=int, help="of a microbatch; default all")
-  chosen = parser.parse_args()
-  w = workloads.WORKLOADS[chosen.workload]
+  w, rows = scored.asked(__doc__)
   model = peer_tunix.build(w)
   scored.serve(
     w,
-    updater(w, model, chosen.rows or w.rows),
+    updater(w, model, rows),
     check=lambda: peer_tunix.check(w, model),
     version="google-tunix " + importlib.metadata.version("google-tunix"),
   )

@@ -411,10 +411,17 @@ def machine() -> str:
   return f"{(models or ['unknown CPU'])[0]}, {workloads.cores()} cores granted"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-  """Reads the command line, measures, prints tables and a line of JSON."""
-  about = (__doc__ or "").partition("\n")[0]
-  parser = argparse.ArgumentParser(description=about)
+def asked(
+  about: str | None, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+  """Reads the command line of a bench that measures beside others.
+
+  Args:
+    about: what it does; the first line is shown.
+    arguments: of the command line; None for this process's own.
+  """
+  first = (about or "").partition("\n")[0]
+  parser = argparse.ArgumentParser(description=first)
   parser.add_argument("--quick", action="store_true", help="a smoke test")
   parser.add_argument("--repeats", type=int, default=5)
   parser.add_argument(
@@ -425,7 +432,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   )
   parser.add_argument("--tunix", metavar="PYTHON", help="that imports tunix")
   parser.add_argument(
-    "--torch", metavar="PYTHON", help="that imports transformers and llama_cpp"
+    "--torch",
+    metavar="PYTHON",
+    help="that imports transformers, and llama_cpp for rollouts",
   )
   chosen = parser.parse_args(arguments)
   if chosen.quick:
@@ -434,6 +443,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
   for name in ("tunix", "torch"):
     if not getattr(chosen, name):
       print(f"--{name} is not given: its systems are left out")
+  return chosen
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Reads the command line, measures, prints tables and a line of JSON."""
+  chosen = asked(__doc__, arguments)
   found: dict[str, dict] = {}
   with tempfile.TemporaryDirectory(prefix="rollout-") as folder:
     for name in chosen.workloads:

@@ -5,6 +5,7 @@ in `workloads`, a system is a process that answers orders, one a line. By hand:
 `echo 0 | python bench/peer_update_torch.py W1`.
 """
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -72,6 +73,24 @@ def flops(w: workloads.Workload, made: Sequence[int]) -> int:
   products = 2 * w.layers * w.layer_weights * sum(sizes)
   attention = 4 * w.layers * w.heads * w.head_width * seen
   return 3 * (products + attention + 2 * w.vocab * w.width * sum(made))
+
+
+def asked(about: str | None) -> tuple[workloads.Workload, int]:
+  """Reads the command line of a system: its workload and microbatch.
+
+  Args:
+    about: what it does; the first line is shown.
+
+  Returns:
+    The workload, and the rows of a microbatch.
+  """
+  first = (about or "").partition("\n")[0]
+  parser = argparse.ArgumentParser(description=first)
+  parser.add_argument("workload", choices=sorted(workloads.WORKLOADS))
+  parser.add_argument("--rows", type=int, help="of a microbatch; default all")
+  chosen = parser.parse_args()
+  w = workloads.WORKLOADS[chosen.workload]
+  return w, chosen.rows or w.rows
 
 
 def serve(

@@ -61,17 +61,18 @@ def systems(
     "JAX_PLATFORMS": "cpu",
   }
   source = {**jax_cpu, "PYTHONPATH": str(_HERE.parent / "src")}
-  parts = w.rows // _ROWS[_OWN][w.name]
-  command = (sys.executable, "own_update.py", f"--microbatches={parts}")
-  found = [(_OWN, command, source)]
+  found = [(_OWN, sys.executable, "own_update.py", source)]
   for name, python in (("tunix", chosen.tunix), ("torch", chosen.torch)):
     if python:
-      rows = f"--rows={_ROWS[name][w.name]}"
-      command = (python, f"peer_update_{name}.py", rows)
-      found.append((name, command, jax_cpu if name == "tunix" else {}))
+      env = jax_cpu if name == "tunix" else {}
+      found.append((name, python, f"peer_update_{name}.py", env))
   return [
-    rollout.System(name, (python, str(_HERE / script), w.name, option), env)
-    for name, (python, script, option), env in found
+    rollout.System(
+      name,
+      (python, str(_HERE / script), w.name, f"--rows={_ROWS[name][w.name]}"),
+      env,
+    )
+    for name, python, script, env in found
   ]
 
 
@@ -216,27 +217,7 @@ def figures(seen: Measured) -> dict[str, dict]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Reads the command line, measures, prints tables and a line of JSON."""
-  about = (__doc__ or "").partition("\n")[0]
-  parser = argparse.ArgumentParser(description=about)
-  parser.add_argument("--quick", action="store_true", help="a smoke test")
-  parser.add_argument("--repeats", type=int, default=5)
-  parser.add_argument(
-    "--workloads",
-    nargs="+",
-    choices=sorted(workloads.WORKLOADS),
-    default=sorted(workloads.WORKLOADS),
-  )
-  parser.add_argument("--tunix", metavar="PYTHON", help="that imports tunix")
-  parser.add_argument(
-    "--torch", metavar="PYTHON", help="that imports transformers"
-  )
-  chosen = parser.parse_args(arguments)
-  if chosen.quick:
-    chosen.workloads, chosen.repeats = ["W1"], 1
-  print(rollout.machine())
-  for name in _PEERS:
-    if not getattr(chosen, name):
-      print(f"--{name} is not given: it is left out")
+  chosen = rollout.asked(__doc__, arguments)
   found: dict[str, dict] = {}
   with tempfile.TemporaryDirectory(prefix="update-") as folder:
     for name in chosen.workloads:

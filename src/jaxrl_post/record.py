@@ -152,7 +152,7 @@ class Recorder:
     self._log.rollouts(step, groups, self._cfg.logged_groups)
     self._progress.update(step, line)
     self.line = line
-    self._check_skipped(step, skipped, line)
+    self._check_skipped(step, line)
 
   def close(self) -> None:
     """Closes files and progress line."""
@@ -172,9 +172,7 @@ class Recorder:
       "ledger/dropped": float(book.dropped.groups),
     }
 
-  def _check_skipped(
-    self, step: int, skipped: bool, line: Mapping[str, float]
-  ) -> None:
+  def _check_skipped(self, step: int, line: Mapping[str, float]) -> None:
     bad = line["loss/bad_updates"] > 0
     self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
     most = self._cfg.optim.max_skipped

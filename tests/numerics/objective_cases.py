@@ -225,7 +225,12 @@ def shares() -> jax.Array:
   """Returns the shares of each variant under each reducer."""
   found = []
   for reducer, _ in REDUCERS.values():
-    one, by = jax.jit(reducer.shares), {}
+
+    @jax.jit
+    def one(*tables, reducer=reducer):
+      return reducer.shares(reducers.count(*tables))
+
+    by = {}
     for name, laid in variants().items():
       rows = laid.rows
       ids = laid.tables["rollout_ids"]

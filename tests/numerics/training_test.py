@@ -12,26 +12,16 @@ import pytest
 from jaxrl_post import types
 from jaxrl_post.algos import grpo
 from jaxrl_post.models import decoder as decoders
-from jaxrl_post.models import spec, transformer
+from jaxrl_post.models import transformer
 from jaxrl_post.training import optim, step
+from tests.unit import engines as making
 
-_CONFIG = transformer.Config(
-  num_layers=2,
-  width=32,
-  num_heads=4,
-  num_kv_heads=2,
-  head_width=8,
-  ff_width=64,
-  vocab_size=64,
-)
+_CONFIG = making.CONFIG
 _DECODER = decoders.Decoder(_CONFIG, chunk=5)
 _LENGTH = 12
 
 
-@functools.cache
-def _params():
-  tree = transformer.spec(_CONFIG)
-  return spec.init(tree, jax.random.key(0), jnp.dtype("float32"))
+_params = making.params
 
 
 def _batch(prompts, completions, rewards, group_ids, *, length=_LENGTH, left=0):

@@ -142,6 +142,20 @@ def _steps(algo, microbatches=1, minibatches=1, epochs=1):
   return start, jax.jit(score), jax.jit(update)
 
 
+def _with_old(algo):
+  """Returns one update that is given old log-probabilities."""
+  return jax.jit(
+    functools.partial(
+      step._update,
+      decoder=_DECODER,
+      algo=algo,
+      optimizer=_optimizer(),
+      microbatches=1,
+      is_old=True,
+    )
+  )
+
+
 def _train(algo, batch, state=None, **cut):
   start, score, update = _steps(algo, **cut)
   if state is None:
@@ -218,16 +232,7 @@ def test_several_updates_are_those_of_their_parts_one_by_one(epochs):
   start, score, _ = _steps(algo, minibatches=2, epochs=epochs)
   state = start(making.params(_CONFIG), jax.random.key(1))
   scored = score(state.params, batch)
-  one = jax.jit(
-    functools.partial(
-      step._update,
-      decoder=_DECODER,
-      algo=algo,
-      optimizer=_optimizer(),
-      microbatches=1,
-      is_old=True,
-    )
-  )
+  one = _with_old(algo)
   clipped = []
   for number in [0, 1] * epochs:
     part = jax.tree.map(
@@ -267,16 +272,7 @@ def test_old_logprobs_of_one_update_are_those_of_a_pass_before_it():
   known = _steps(algo, minibatches=2)[1](state.params, _packed())
   assert np.isfinite(known.old_logprobs).all()
   one, m = update(state, batch)
-  two, n = jax.jit(
-    functools.partial(
-      step._update,
-      decoder=_DECODER,
-      algo=algo,
-      optimizer=_optimizer(),
-      microbatches=1,
-      is_old=True,
-    )
-  )(state, known)
+  two, n = _with_old(algo)(state, known)
   _close(_gradient(one), _gradient(two), 1e-7)
   np.testing.assert_allclose(m["loss/policy"], n["loss/policy"], atol=1e-6)
   np.testing.assert_allclose(

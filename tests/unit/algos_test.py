@@ -331,7 +331,7 @@ def test_c11_cutting_into_microbatches_changes_nothing(size):
   algo, ids = grpo.objective(), jnp.arange(6)
   sequence = jnp.broadcast_to(ids[:, None], mask.shape)
   shares = jnp.stack(
-    [r.shares(whole.loss_mask, sequence, ids) for r, _ in _FOUR]
+    [r.shares(reducers.count(whole.loss_mask, sequence, ids)) for r, _ in _FOUR]
   )
 
   @jax.jit
@@ -393,12 +393,18 @@ def test_two_sequences_of_one_rollout_count_once():
   mask = jnp.array([[1.0, 1, 0], [1, 1, 1]])
   sequence = jnp.array([[0, 1, 3], [2, 2, 2]])
   rollouts = jnp.array([0, 0, 2])
-  mean = reducers.SequenceMean().shares(mask, sequence, rollouts)
+  mean = reducers.SequenceMean().shares(
+    reducers.count(mask, sequence, rollouts)
+  )
   expected = [[1 / 4, 1 / 4, 0], [1 / 6, 1 / 6, 1 / 6]]
   np.testing.assert_allclose(mean, expected, atol=1e-6)
-  total = reducers.SequenceSum().shares(mask, sequence, rollouts)
+  total = reducers.SequenceSum().shares(
+    reducers.count(mask, sequence, rollouts)
+  )
   np.testing.assert_allclose(total, mask / 2)
-  constant = reducers.Constant(5).shares(mask, sequence, rollouts)
+  constant = reducers.Constant(5).shares(
+    reducers.count(mask, sequence, rollouts)
+  )
   np.testing.assert_allclose(constant, mask / 10)
 
 

@@ -55,7 +55,7 @@ def inputs(new, *, mask=1.0, segment_ids=None, reducer=None, **given):
   return types.LossInputs(
     logprobs=lay(new, new),
     loss_mask=mask,
-    shares=reducer.shares(mask, sequence, jnp.arange(ROWS)),
+    shares=reducer.shares(reducers.count(mask, sequence, jnp.arange(ROWS))),
     segment_ids=ids.astype(jnp.int32),
     num_tokens=jnp.sum(mask),
     **{name: lay(x, new) for name, x in fields.items()},

@@ -155,9 +155,8 @@ def last(
   mask: Float[Array, "B T"], segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
   """Returns 1 at the last token of the mask in each segment, 0 elsewhere."""
-  ones = jnp.ones_like(mask)
-  left = discounted(ones, mask, segment_ids, decay=1.0)
-  return jnp.where(left == 1.0, mask, 0.0)
+  place = jnp.arange(1.0, mask.shape[1] + 1) * mask
+  return jnp.where(place == sequences.largest(place, segment_ids), mask, 0.0)
 
 
 def token_rewards(inputs: types.AdvantageInputs) -> Float[Array, "B T"]:

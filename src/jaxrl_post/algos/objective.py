@@ -60,12 +60,7 @@ class Correction(Protocol):
 class Reducer(Protocol):
   """Gives each trained token its share in the loss of a step."""
 
-  def shares(
-    self,
-    mask: Float[Array, "B T"],
-    sequence: Int[Array, "B T"],
-    rollout_ids: Int[Array, " N"],
-  ) -> Float[Array, "B T"]:
+  def shares(self, counts: reducers.Counts) -> Float[Array, "B T"]:
     """Returns the shares, 0 off the mask."""
     ...
 
@@ -224,7 +219,7 @@ class Objective:
     rollout_ids: Int[Array, " N"],
   ) -> Float[Array, "B T"]:
     """Returns the share of each token in the loss, see the reducer."""
-    return self.reducer.shares(mask, sequence, rollout_ids)
+    return self.reducer.shares(reducers.count(mask, sequence, rollout_ids))
 
   def advantages(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
     """Scores tokens, see the baseline; a KL in the reward is taken off first.
@@ -259,14 +254,14 @@ class Objective:
       `loss/importance_squared`, and `loss/importance_capped`, 1 where one acts;
       with a KL `loss/kl`, its estimate.
     """
-    inputs = losses.masked(inputs)
     inputs = dataclasses.replace(inputs, old_logprobs=self._proximal(inputs))
     log_ratio, mask = losses.log_ratio(inputs, self.ratio), inputs.loss_mask
     clipped = jnp.zeros_like(mask)
     if isinstance(self.region, Region):
       token_loss, clipped = self.region.losses(log_ratio, inputs)
     else:
-      token_loss = jnp.where(mask > 0, self.region(log_ratio, inputs), 0.0)
+      found = self.region(log_ratio, losses.masked(inputs))
+      token_loss = jnp.where(mask > 0, found, 0.0)
     entropy = jnp.where(mask > 0, inputs.entropy, 0.0)
     shown = {"loss/clip_fraction": clipped, "loss/entropy": entropy}
     used = [c for c in (self.correction, *self.filters) if c is not None]

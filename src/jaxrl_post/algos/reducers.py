@@ -6,6 +6,7 @@ into microbatches, rows or devices changes neither it nor its gradient.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,49 +16,65 @@ from jaxrl_post import types
 from jaxrl_post.algos import sequences
 
 
+class Counts(NamedTuple):
+  """What the trained tokens of a step are shares of.
+
+  Attributes:
+    mask: 1 on tokens that train.
+    tokens: trained tokens of the rollout of each token, in whatever sequences.
+    rollouts: how many rollouts have some; at least 1.
+  """
+
+  mask: Float[Array, "B T"]
+  tokens: Float[Array, "B T"]
+  rollouts: Float[Array, ""]
+
+
+def count(
+  mask: Float[Array, "B T"],
+  sequence: Int[Array, "B T"],
+  rollout_ids: Int[Array, " N"],
+) -> Counts:
+  """Counts the trained tokens of a step.
+
+  Args:
+    mask: 1 on tokens that train.
+    sequence: which sequence each token is of; N where none is.
+    rollout_ids: which sequences are of one rollout.
+  """
+  size = rollout_ids.shape[0]
+  tokens = sequences.scatter(mask, sequence, size)
+  tokens = jax.ops.segment_sum(tokens, rollout_ids, size)
+  rollouts = jnp.maximum(jnp.sum((tokens > 0).astype(jnp.float32)), 1.0)
+  own = sequences.gather(tokens[rollout_ids], sequence)
+  return Counts(mask, own, rollouts)
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenMean:
   """Every trained token of the step counts alike (DAPO, section 3.3)."""
 
-  def shares(
-    self,
-    mask: Float[Array, "B T"],
-    sequence: Int[Array, "B T"],
-    rollout_ids: Int[Array, " N"],
-  ) -> Float[Array, "B T"]:
+  def shares(self, counts: Counts) -> Float[Array, "B T"]:
     """Returns 1 / trained tokens of the step."""
-    del sequence, rollout_ids
-    return mask / jnp.maximum(jnp.sum(mask), 1.0)
+    return counts.mask / jnp.maximum(jnp.sum(counts.mask), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceMean:
   """The mean over rollouts of the mean over their tokens (GRPO, equation 3)."""
 
-  def shares(
-    self,
-    mask: Float[Array, "B T"],
-    sequence: Int[Array, "B T"],
-    rollout_ids: Int[Array, " N"],
-  ) -> Float[Array, "B T"]:
+  def shares(self, counts: Counts) -> Float[Array, "B T"]:
     """Returns 1 / (rollouts x trained tokens of the rollout)."""
-    count, num = _counts(mask, sequence, rollout_ids)
-    return mask / (jnp.maximum(count, 1.0) * num)
+    return counts.mask / (jnp.maximum(counts.tokens, 1.0) * counts.rollouts)
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSum:
   """The mean over rollouts of the sum over their tokens."""
 
-  def shares(
-    self,
-    mask: Float[Array, "B T"],
-    sequence: Int[Array, "B T"],
-    rollout_ids: Int[Array, " N"],
-  ) -> Float[Array, "B T"]:
+  def shares(self, counts: Counts) -> Float[Array, "B T"]:
     """Returns 1 / rollouts."""
-    _, num = _counts(mask, sequence, rollout_ids)
-    return mask / num
+    return counts.mask / counts.rollouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,28 +95,6 @@ class Constant:
         "completion is usual."
       )
 
-  def shares(
-    self,
-    mask: Float[Array, "B T"],
-    sequence: Int[Array, "B T"],
-    rollout_ids: Int[Array, " N"],
-  ) -> Float[Array, "B T"]:
+  def shares(self, counts: Counts) -> Float[Array, "B T"]:
     """Returns 1 / (rollouts x length)."""
-    _, num = _counts(mask, sequence, rollout_ids)
-    return mask / (num * self.length)
-
-
-def _counts(
-  mask: jax.Array, sequence: jax.Array, rollout_ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Counts tokens and rollouts.
-
-  Returns:
-    Trained tokens of the rollout of each token, in whatever sequences they are;
-    and how many rollouts have some, at least 1.
-  """
-  size = rollout_ids.shape[0]
-  tokens = sequences.scatter(mask, sequence, size)
-  tokens = jax.ops.segment_sum(tokens, rollout_ids, size)
-  num = jnp.maximum(jnp.sum((tokens > 0).astype(jnp.float32)), 1.0)
-  return sequences.gather(tokens[rollout_ids], sequence), num
+    return counts.mask / (counts.rollouts * self.length)

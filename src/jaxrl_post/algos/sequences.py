@@ -1,5 +1,7 @@
 """Sums over sequences, of which a row of a batch may hold several."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -17,10 +19,23 @@ def total(
   Returns:
     The sum over a token's segment, at each of its tokens.
   """
+  return _each(jax.ops.segment_sum, x, segment_ids)
+
+
+def largest(
+  x: Float[Array, "B T"], segment_ids: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+  """Returns the largest number of a token's segment, at each of its tokens."""
+  return _each(jax.ops.segment_max, x, segment_ids)
+
+
+def _each(
+  reduce: Callable[..., jax.Array], x: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
   num = x.shape[1] + 1
 
   def row(x: jax.Array, ids: jax.Array) -> jax.Array:
-    return jax.ops.segment_sum(x, ids, num)[ids]
+    return reduce(x, ids, num)[ids]
 
   return jax.vmap(row)(x, segment_ids)
 

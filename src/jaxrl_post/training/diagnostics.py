@@ -61,32 +61,27 @@ def mismatch(
   inputs: types.LossInputs,
   policy_versions: Int[Array, "B T"],
   version: Int[Array, ""],
-) -> dict[str, jax.Array]:
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
   """Compares trainer and sampler on sequences whose sampled tokens have lag 0.
 
   Prompt and tokens of such a sequence saw the trainer's very weights, so that
   any difference is numerics.
 
   Returns:
-    Sums over their trained tokens, and how many there are.
+    Sums over their trained tokens, and how many there are; and the largest.
   """
-  fresh = _fresh(inputs, policy_versions, version)
-  gap = _gap(inputs, fresh)
-  return {
+  # Older tokens that do not train count too: the engine may have kept keys and
+  # values of older weights for them.
+  older = (policy_versions >= 0) & (policy_versions != version)
+  older = sequences.total(older.astype(jnp.float32), inputs.segment_ids)
+  fresh = jnp.where(older == 0, inputs.loss_mask, 0.0)
+  gap = losses.difference(inputs.old_logprobs, inputs.sampler_logprobs, fresh)
+  sums = {
     "mismatch/mean_abs": jnp.sum(jnp.abs(gap)),
     "mismatch/kl": jnp.sum(jnp.expm1(gap) - gap),
-    "mismatch/tokens": jnp.sum(fresh.astype(jnp.float32)),
+    "mismatch/tokens": jnp.sum(fresh),
   }
-
-
-def largest(
-  inputs: types.LossInputs,
-  policy_versions: Int[Array, "B T"],
-  version: Int[Array, ""],
-) -> dict[str, jax.Array]:
-  """Returns the largest such difference of these rows."""
-  fresh = _fresh(inputs, policy_versions, version)
-  return {"mismatch/max_abs": jnp.max(jnp.abs(_gap(inputs, fresh)))}
+  return sums, {"mismatch/max_abs": jnp.max(jnp.abs(gap))}
 
 
 def whole(
@@ -154,19 +149,3 @@ def over_updates(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         keep.astype(jnp.float32)
       )
   return found
-
-
-def _fresh(
-  inputs: types.LossInputs, policy_versions: jax.Array, version: jax.Array
-) -> jax.Array:
-  # Older tokens that do not train count too: the engine may have kept keys and
-  # values of older weights for them.
-  older = (policy_versions >= 0) & (policy_versions != version)
-  older = sequences.total(older.astype(jnp.float32), inputs.segment_ids)
-  return (inputs.loss_mask > 0) & (older == 0)
-
-
-def _gap(inputs: types.LossInputs, fresh: jax.Array) -> jax.Array:
-  return losses.difference(
-    inputs.old_logprobs, inputs.sampler_logprobs, fresh.astype(jnp.float32)
-  )

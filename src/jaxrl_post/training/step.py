@@ -217,8 +217,10 @@ def _update(
       lambda x: algo.loss(dataclasses.replace(inputs, logprobs=x))[0]
     )(jax.lax.stop_gradient(logprobs))
     sums = {"loss/policy": loss, **diagnostics.of_tokens(inputs, shown, pulls)}
-    most = diagnostics.largest(inputs, part.policy_versions, state.version)
-    sums |= diagnostics.mismatch(inputs, part.policy_versions, state.version)
+    apart, most = diagnostics.mismatch(
+      inputs, part.policy_versions, state.version
+    )
+    sums |= apart
     return loss, jax.lax.stop_gradient((sums, most))
 
   grads, sums, most = _accumulate(
