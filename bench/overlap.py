@@ -137,10 +137,11 @@ def _training(
   trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
   state = trainer.start(place.draw())
   groups = [_group(cfg, parts, uid) for uid in range(cfg.groups_per_step)]
+  layout = prepare.layout(cfg, parts.decoder.config, place.meshes.training.size)
 
   def step(number: int) -> object:
     nonlocal state
-    rows = pack.pack(groups, rows=cfg.rows, length=cfg.length)
+    rows = pack.pack(groups, layout)
     batch = trainer.score(state, trainer.put(rows))
     state, values = trainer.update(state, batch)
     return jax.device_get(values)

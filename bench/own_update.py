@@ -20,6 +20,7 @@ from jaxrl_post import types
 from jaxrl_post.algos import grpo, losses, reducers
 from jaxrl_post.data import pack
 from jaxrl_post.models import decoder as decoders
+from jaxrl_post.models import transformer
 from jaxrl_post.training import optim, step
 
 _SQUARE, _LIMIT_S = 2048, 0.5
@@ -57,7 +58,15 @@ class Trained:
 
   def __init__(self, w: workloads.Workload, microbatches: int) -> None:
     """Places weights and optimizer; nothing is compiled yet."""
-    self._w, self._microbatches = w, microbatches
+    self._w = w
+    self._layout = pack.layout(
+      w.rows,
+      w.group,
+      max_prompt=w.prompt_len,
+      max_tokens=w.max_tokens,
+      flops=functools.partial(transformer.layer_flops, owns.config(w)),
+      microbatches=microbatches,
+    )
     self._decoder = decoders.Decoder(owns.config(w))
     # No sampler is there to be corrected for; the mean is the peers'.
     algo = dataclasses.replace(
@@ -85,13 +94,7 @@ class Trained:
 
   def update(self, batch: scored.Batch) -> None:
     """Packs, scores and trains a batch."""
-    w = self._w
-    rows = pack.pack(
-      groups(w, batch),
-      rows=w.rows,
-      length=w.prompt_len + w.max_tokens,
-      microbatches=self._microbatches,
-    )
+    rows = pack.pack(groups(self._w, batch), self._layout)
     ready = self._score(self._state.params, rows)
     self._state, _ = self._update(self._state, ready)
     jax.block_until_ready(self._state)

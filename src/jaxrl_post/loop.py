@@ -85,12 +85,7 @@ def run(
       hosts.at(f"update {step}", late_s)
       with tools.clock.span("training", "busy"):
         rows = pack.pack(
-          groups,
-          rows=cfg.rows,
-          length=cfg.length,
-          microbatches=cfg.optim.microbatches,
-          minibatches=cfg.optim.minibatches,
-          mask_stale_tokens=cfg.mask_stale_tokens,
+          groups, tools.layout, mask_stale_tokens=cfg.mask_stale_tokens
         )
         batch = trainer.score(state, trainer.put(rows))
         state, values = trainer.update(state, batch)
@@ -122,6 +117,7 @@ class Tools:
     store: checkpoints.
     notes: metrics, rollouts to read, progress.
     test: policy and step to `eval/` metrics; none when it is not due.
+    layout: of a batch.
     data: identifies the training prompts.
     run: identifies what decides what is sampled and trained.
     folder: of the run.
@@ -133,6 +129,7 @@ class Tools:
   store: checkpoint.Store
   notes: record.Recorder | record.Silent
   test: Callable[[types.Policy, int], dict[str, float]]
+  layout: pack.Layout
   data: str
   run: str
   folder: pathlib.Path
@@ -241,6 +238,9 @@ def open_tools(
     store=store,
     notes=notes,
     test=test,
+    layout=prepare.layout(
+      cfg, parts.decoder.config, place.meshes.training.size
+    ),
     data=parts.data.train.digest,
     run=prepare.digest(cfg, parts, placed=False),
     folder=folder,
@@ -427,6 +427,15 @@ def warm_up(
   )
   teacher = place.trainer(sft.objective(), settings, cfg.warmup.num_steps)
   state, rows = teacher.start(params), cfg.warmup.rows
+  layout = pack.layout(
+    rows,
+    1,  # Each answer has a prompt of its own.
+    max_prompt=cfg.data.max_prompt,
+    max_tokens=cfg.sampling.max_tokens,
+    flops=float,
+    microbatches=settings.microbatches,
+    length_parts=place.meshes.training.shape["context"],
+  )
   prompts, tokenizer = parts.data.train, parts.data.tokenizer
   for step in range(cfg.warmup.num_steps):
     uids = range(step * rows, (step + 1) * rows)
@@ -435,12 +444,7 @@ def warm_up(
       encode=tokenizer.encode,
       stop_id=tokenizer.eos_ids[0],
     )
-    batch = pack.pack(
-      groups,
-      rows=rows,
-      length=cfg.length,
-      microbatches=settings.microbatches,
-    )
+    batch = pack.pack(groups, layout)
     batch = teacher.score(state, teacher.put(batch))
     state, _ = teacher.update(state, batch)
   return state.params

@@ -1,6 +1,7 @@
 """Everything of a run that needs no device, made and checked before one is."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -9,10 +10,10 @@ from typing import Any
 from absl import logging
 
 from jaxrl_post import config, types
-from jaxrl_post.data import dataset
+from jaxrl_post.data import dataset, pack
 from jaxrl_post.envs import events, single_turn
 from jaxrl_post.envs import ledger as ledgers
-from jaxrl_post.models import decoder, weights
+from jaxrl_post.models import decoder, transformer, weights
 from jaxrl_post.placement import mesh, programs
 from jaxrl_post.runtime import dump
 from jaxrl_post.sampling import steps
@@ -212,6 +213,30 @@ def check_follow(cfg: config.Run, folder: pathlib.Path) -> None:
     )
 
 
+def layout(
+  cfg: config.Run, shape: transformer.Config, devices: int
+) -> pack.Layout:
+  """Returns the shape of a batch of `cfg.rows` rollouts.
+
+  Args:
+    cfg: the run.
+    shape: of the model.
+    devices: that train.
+  """
+  axes = cfg.placement.training
+  return pack.layout(
+    cfg.rows,
+    cfg.group_size,
+    max_prompt=cfg.data.max_prompt,
+    max_tokens=cfg.sampling.max_tokens,
+    flops=functools.partial(transformer.layer_flops, shape),
+    microbatches=cfg.optim.microbatches,
+    minibatches=cfg.optim.minibatches,
+    row_parts=mesh.row_parts(axes, devices),
+    length_parts=mesh.context_parts(axes, devices),
+  )
+
+
 def plan(
   cfg: config.Run, parts: Parts, num_devices: int, processes: int = 1
 ) -> str:
@@ -224,7 +249,7 @@ def plan(
     processes: how many hold them, equally many each.
 
   Returns:
-    One line: prompts x group -> rows -> microbatches -> tokens, and where.
+    One line: prompts x group -> microbatches -> rows -> tokens, and where.
 
   Raises:
     InputError: it does not fit; names both numbers.
@@ -244,7 +269,6 @@ def plan(
     cfg.placement,
     shares,
     rows=cfg.rows,
-    length=cfg.length,
     microbatches=cfg.optim.microbatches * cfg.optim.minibatches,
     engine_rows=cfg.sampling.rows,
     engines=engines,
@@ -254,7 +278,6 @@ def plan(
       cfg.placement,
       shares,
       rows=cfg.warmup.rows,
-      length=cfg.length,
       microbatches=cfg.optim.microbatches,
       engine_rows=cfg.sampling.rows,
       engines=engines,
@@ -266,14 +289,15 @@ def plan(
       f"of all epochs, got {cfg.groups_per_step}. Lower it, or raise "
       "data.epochs."
     )
-  cut = cfg.optim.microbatches * cfg.optim.minibatches
+  made = layout(cfg, parts.decoder.config, shares.training)
+  cut = made.microbatches * made.minibatches
   idle = f", {shares.idle} idle" if shares.idle else ""
   many = f" in {processes} processes" if processes > 1 else ""
   same = " (the same)" if cfg.placement.mode == "colocated" else ""
   return (
     f"a step: {cfg.groups_per_step} prompts x {cfg.group_size} = {cfg.rows} "
-    f"rows -> {cut} x {cfg.rows // cut} rows of {cfg.length} tokens "
-    f"({cfg.rows * cfg.length} in all); {shares.training} devices train, "
+    f"rollouts -> {cut} x {made.rows // cut} rows of {made.length} tokens "
+    f"({made.rows * made.length} in all); {shares.training} devices train, "
     f"{shares.generation}{same} generate{idle}{many}; max_lag {cfg.max_lag}; "
     f"{parts.data.train.size} prompts, {parts.data.train.dropped} dropped"
   )

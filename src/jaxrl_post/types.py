@@ -90,9 +90,14 @@ class Batch:
 
   Attributes:
     tokens: prompt then completion, sequence behind sequence; 0 where none is.
+      Sequences of a row with the same prompt have it once: all but its last
+      token is a segment of its own, which comes first, and theirs begin with
+      the last.
     positions: 0, 1, ... in each sequence; 0 where none is.
-    segment_ids: 1, 2, ... on the sequences of a row, 0 where none is.
-    sequence: which sequence a token is of; N where none is.
+    segment_ids: 1, 2, ... on the segments of a row, 0 where none is.
+    prefix_ids: the segment of which a token is the continuation; that of the
+      token itself where there is no other.
+    sequence: which sequence a token is of; N where none is, or several are.
     loss_mask: 1 on tokens that train, from lengths, never from token values.
     sampler_logprobs: reported by the engine that sampled; 0 where none did.
     policy_versions: policy version that sampled the token; -1 where none did.
@@ -106,11 +111,15 @@ class Batch:
     old_logprobs: the trainer's own, before the update; NaN where the update
       finds them itself.
     reference_logprobs: of the reference policy; NaN where there is none.
+    teacher_ids: the most probable tokens of a teacher in each place; None
+      without one.
+    teacher_logprobs: of these.
   """
 
   tokens: Int[Array, "B T"]
   positions: Int[Array, "B T"]
   segment_ids: Int[Array, "B T"]
+  prefix_ids: Int[Array, "B T"]
   sequence: Int[Array, "B T"]
   loss_mask: Float[Array, "B T"]
   sampler_logprobs: Float[Array, "B T"]
@@ -124,6 +133,8 @@ class Batch:
   advantages: Float[Array, "B T"]
   old_logprobs: Float[Array, "B T"]
   reference_logprobs: Float[Array, "B T"]
+  teacher_ids: Int[Array, "B T num"] | None = None
+  teacher_logprobs: Float[Array, "B T num"] | None = None
 
 
 @record
@@ -160,8 +171,7 @@ class LossInputs:
   """What a loss may see of some rows: [B, T]; masked entries carry anything.
 
   Attributes:
-    logprobs: under the weights being trained; with `entropy` the only
-      differentiable fields.
+    logprobs: under the weights being trained; differentiable, as `entropy`.
     entropy: of the distribution of each token, in nats.
     old_logprobs: under the trainer's weights before the update.
     sampler_logprobs: under the engine that sampled the token.
@@ -172,6 +182,10 @@ class LossInputs:
     segment_ids: which tokens of a row are one sequence.
     lag: versions between the sampler's weights and those before the update.
     num_tokens: trained tokens of the whole step; a scalar.
+    teacher_logprobs: a teacher's most probable tokens in each place; None
+      without one.
+    candidate_logprobs: the same tokens under the weights being trained, and
+      differentiable.
   """
 
   logprobs: Float[Array, "B T"]
@@ -185,6 +199,8 @@ class LossInputs:
   segment_ids: Int[Array, "B T"]
   lag: Float[Array, "B T"]
   num_tokens: Float[Array, ""]
+  teacher_logprobs: Float[Array, "B T num"] | None = None
+  candidate_logprobs: Float[Array, "B T num"] | None = None
 
 
 # ----------------------------------------------------------------- on host

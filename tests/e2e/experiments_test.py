@@ -106,7 +106,7 @@ def test_a_dry_run_by_command_exits_0_and_writes_nothing(inputs, tmp_path):
   settings = runs.settings(*inputs, *SMALL, "placement.cpu_devices=2")
   end = runs.run(tmp_path, QWEN3, "--mode=dry_run", *settings)
   assert end.code == 0, end.err
-  assert "4 prompts x 4 = 16 rows -> 2 x 8 rows of 72 tokens" in end.out
+  assert "4 prompts x 4 = 16 rollouts -> 2 x " in end.out
   assert list(tmp_path.iterdir()) == []
 
 

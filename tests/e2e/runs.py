@@ -200,9 +200,9 @@ def train(
   groups: list[tuple[types.Group, ...]] = []
   pack = loop.pack.pack
 
-  def noting(batch: Sequence[types.Group], **sizes: int) -> types.Batch:
+  def noting(batch: Sequence[types.Group], *layout, **rest) -> types.Batch:
     groups.append(tuple(batch))
-    return pack(batch, **sizes)
+    return pack(batch, *layout, **rest)
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(loop.pack, "pack", noting)

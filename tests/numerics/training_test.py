@@ -34,6 +34,8 @@ def _batch(prompts, completions, rewards, group_ids, *, length=_LENGTH, left=0):
   ints["sequence"] = np.full((rows, length), rows, np.int32)
   blank = np.zeros((rows, length), np.float32)
   mask = np.zeros((rows, length), np.float32)
+  # Whole sequences are the continuation of nothing else.
+  ints["prefix_ids"] = ints["segment_ids"]
   for i, (prompt, completion) in enumerate(
     zip(prompts, completions, strict=True)
   ):

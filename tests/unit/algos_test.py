@@ -482,8 +482,7 @@ def test_c25_kl_is_the_mean_over_tokens_and_0_at_the_reference():
   shown = 0.0
   for row in range(4):
     part = jax.tree.map(lambda x, n=row: x[n : n + 1] if x.ndim else x, whole)
-    found = objective.loss(part)[1]
-    pulls = jnp.zeros_like(part.logprobs)
+    found, pulls = objective.loss(part)[1], jnp.zeros_like(part.logprobs)
     shown += diagnostics.of_tokens(part, found, pulls)["loss/kl"]
   np.testing.assert_allclose(shown, 1.0, atol=1e-6)
   for estimator in _KL:

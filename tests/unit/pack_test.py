@@ -9,6 +9,7 @@ from jaxrl_post import types
 from jaxrl_post.data import pack
 
 ROWS, LENGTH = 5, 8
+LAYOUT = pack.Layout(rows=ROWS, length=LENGTH)
 
 
 def rollout(uid: int, prompt: tuple, completion: tuple, reward: float = 1.0):
@@ -33,7 +34,7 @@ def group(*rollouts: types.Rollout) -> types.Group:
 
 
 def packed(*groups: types.Group) -> types.Batch:
-  return pack.pack(groups, rows=ROWS, length=LENGTH)
+  return pack.pack(groups, LAYOUT)
 
 
 def test_c36_the_stop_token_trains_also_when_it_is_the_padding():
@@ -43,8 +44,8 @@ def test_c36_the_stop_token_trains_also_when_it_is_the_padding():
   assert np.count_nonzero(batch.sampler_logprobs[0]) == 3
   # And a prompt that has the end token, or a completion of nothing else.
   batch = packed(group(rollout(0, (2, 0), (2,)), rollout(1, (2, 0), (0, 0))))
-  assert batch.sequence[0].tolist() == [1, 1, 1, 1, 0, 0, 0, 5]
-  assert batch.loss_mask[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 0]
+  assert batch.sequence[0].tolist() == [5, 1, 1, 1, 0, 0, 5, 5]
+  assert batch.loss_mask[0].tolist() == [0, 0, 1, 1, 0, 1, 0, 0]
 
 
 def test_entry_t_speaks_of_token_t():
@@ -75,8 +76,8 @@ def sampled_at(*versions: int) -> types.Group:
 )
 def test_stale_tokens_are_masked_on_demand_and_stay_as_context(versions, mask):
   groups, pads = [sampled_at(*versions)], [0] * (6 - len(mask))
-  plain = pack.pack(groups, rows=ROWS, length=LENGTH)
-  batch = pack.pack(groups, rows=ROWS, length=LENGTH, mask_stale_tokens=True)
+  plain = pack.pack(groups, LAYOUT)
+  batch = pack.pack(groups, LAYOUT, mask_stale_tokens=True)
   assert plain.loss_mask[0].tolist() == [0, 0, *[1] * len(mask), *pads]
   assert batch.loss_mask[0].tolist() == [0, 0, *mask, *pads]
   for name, value in vars(batch).items():
@@ -86,9 +87,9 @@ def test_stale_tokens_are_masked_on_demand_and_stay_as_context(versions, mask):
 
 def test_what_is_stale_is_a_matter_of_its_own_rollout():
   groups = [sampled_at(1, 1), sampled_at(1, 2), sampled_at(9)]
-  batch = pack.pack(groups, rows=ROWS, length=LENGTH, mask_stale_tokens=True)
+  batch = pack.pack(groups, LAYOUT, mask_stale_tokens=True)
   masks = [batch.loss_mask[batch.sequence == i].tolist() for i in range(3)]
-  assert masks == [[0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 1]]
+  assert masks == [[0, 1, 1], [0, 0, 1], [0, 0, 1]]
 
 
 def test_sequences_are_numbered_as_groups_and_rollouts_come():
@@ -126,34 +127,46 @@ def many(seed: int, count: int, longest: int) -> list[types.Group]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("parts", [(1, 1), (4, 1), (2, 3), (1, 6)])
-def test_each_rollout_lies_whole_in_one_row_and_rows_fill_parts(seed, parts):
+@pytest.mark.parametrize("together", [1, 2])
+def test_each_rollout_lies_in_one_row_and_rows_fill_parts(
+  seed, parts, together
+):
   microbatches, minibatches = parts
   groups = many(seed, 24, 32)
-  batch = pack.pack(
-    groups,
-    rows=24,
-    length=32,
+  layout = pack.Layout(
+    rows=24 // together,
+    length=32 + (together - 1) * 29,
+    together=together,
     microbatches=microbatches,
     minibatches=minibatches,
   )
+  batch = pack.pack(groups, layout)
   rollouts = [r for g in groups for r in g.rollouts]
   for number, made in enumerate(rollouts):
     rows, places = np.nonzero(batch.sequence == number)
-    want = (*made.prompt.tokens, *made.completion.tokens)
+    row = rows[0]
     assert len({*rows.tolist()}) == 1
-    assert batch.tokens[rows, places].tolist() == list(want)
-    assert batch.positions[rows, places].tolist() == list(range(len(want)))
-    assert places.tolist() == list(range(places[0], places[0] + len(want)))
-    assert len({*batch.segment_ids[rows, places].tolist()}) == 1
-    assert batch.sampler_logprobs[rows, places][-1] == pytest.approx(
-      made.completion.logprobs[-1]
+    assert places.tolist() == list(range(places[0], places[-1] + 1))
+    segments = {*batch.segment_ids[row, places].tolist()}
+    prefixes = {*batch.prefix_ids[row, places].tolist()}
+    assert len(segments) == len(prefixes) == 1
+    # With the prefix it is prompt and completion, in order.
+    whole = np.isin(batch.segment_ids[row], [*segments, *prefixes])
+    want = [*made.prompt.tokens, *made.completion.tokens]
+    assert batch.tokens[row, whole].tolist() == want
+    assert batch.positions[row, whole].tolist() == list(range(len(want)))
+    trained = batch.loss_mask[row] * (batch.sequence[row] == number) > 0
+    assert trained.sum() == len(made.completion.tokens)
+    assert batch.sampler_logprobs[row, trained].tolist() == pytest.approx(
+      list(made.completion.logprobs)
     )
+    # What predicts a token lies before it.
+    before = np.flatnonzero(trained)[0] - 1
+    assert batch.tokens[row, before] == made.prompt.tokens[-1]
   # No two segments of a row share a number, and their order is that of places.
-  for row in range(24):
-    ids = batch.segment_ids[row][batch.segment_ids[row] > 0]
-    assert (np.diff(ids) >= 0).all() and len({*ids.tolist()}) == len(
-      {*batch.sequence[row][batch.sequence[row] < 24].tolist()}
-    )
+  for ids in batch.segment_ids:
+    ids = ids[ids > 0]
+    assert set(np.diff(ids).tolist()) <= {0, 1} and (ids[:1] == 1).all()
   used = batch.segment_ids.any(axis=1)
   for minibatch in range(minibatches):
     mine = used[minibatch::minibatches]
@@ -164,13 +177,110 @@ def test_each_rollout_lies_whole_in_one_row_and_rows_fill_parts(seed, parts):
     full = len(mine) // microbatches
     assert sum(0 < c < full for c in counts) <= 1
   # Never more than 11/9 of the least, and one.
-  tokens = int((batch.sequence < 24).sum())
-  assert used.sum() <= 11 / 9 * np.ceil(tokens / 32) + 2 * minibatches
+  least = np.ceil((batch.segment_ids > 0).sum() / layout.length)
+  assert used.sum() <= 11 / 9 * least + 2 * minibatches
+
+
+def test_rollouts_of_a_row_have_their_prompt_once():
+  made = [(8,), (9, 3), (4,)]
+  asked = [rollout(i, (5, 6, 7), tokens) for i, tokens in enumerate(made)]
+  layout = pack.Layout(rows=2, length=11, together=2)
+  batch = pack.pack([group(*asked), group(rollout(3, (5, 6), (1,)))], layout)
+  assert layout.rollouts == len(batch.rewards) == 4
+  # Two of the group are a block, to which the third is added where it fits.
+  assert batch.tokens[0].tolist() == [5, 6, 7, 8, 7, 9, 3, 7, 4, 0, 0]
+  assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 3, 4, 2, 3, 0, 0]
+  assert batch.segment_ids[0].tolist() == [1, 1, 2, 2, 3, 3, 3, 4, 4, 0, 0]
+  assert batch.prefix_ids[0].tolist() == [1] * 9 + [0] * 2
+  assert batch.sequence[0].tolist() == [4, 4, 0, 0, 1, 1, 1, 2, 2, 4, 4]
+  assert batch.loss_mask[0].tolist() == [0, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0]
+  # Another prompt, even one that begins like it, shares nothing.
+  assert batch.tokens[1, :3].tolist() == [5, 6, 1]
+  assert batch.prefix_ids[1, :3].tolist() == [1, 1, 1]
+
+
+def test_rollouts_share_a_prompt_across_groups_and_a_single_token_never():
+  again = [group(rollout(i, (5, 6), (7 + i,))) for i in range(2)]
+  batch = packed(*again)
+  assert batch.tokens[0, :5].tolist() == [5, 6, 7, 6, 8]
+  single = [group(rollout(i, (5,), (7 + i,))) for i in range(2)]
+  batch = packed(*single)
+  assert batch.tokens[0, :4].tolist() == [5, 7, 5, 8]
+  assert batch.prefix_ids[0].tolist() == batch.segment_ids[0].tolist()
+
+
+def flops(keys: int) -> float:
+  """Counts a layer of width 512, as of `transformer.layer_flops`."""
+  return 7.6e6 + 2048 * keys
+
+
+def test_the_layout_makes_the_fewest_operations():
+  asked = {"max_prompt": 64, "max_tokens": 64, "flops": flops}
+  made = pack.layout(64, 8, **asked)
+  costs = {
+    n: (63 + 65 * n) / n * flops(2 * (63 + 65 * n)) for n in (1, 2, 4, 8)
+  }
+  assert made.together == min(costs, key=costs.__getitem__) > 1
+  assert (made.rows, made.length) == (64 // made.together, 63 + 65 * 4)
+  assert made.rollouts == 64
+  # Long completions behind a short prompt are better off alone.
+  alone = pack.layout(64, 8, **{**asked, "max_prompt": 8, "max_tokens": 900})
+  assert (alone.together, alone.rows, alone.length) == (1, 64, 908)
+
+
+@pytest.mark.parametrize("together", range(1, 9))
+def test_rows_divide_over_all_parts(together):
+  made = pack.layout(
+    48,
+    8,
+    max_prompt=1000,
+    max_tokens=20,
+    flops=flops,
+    microbatches=2,
+    minibatches=3,
+    row_parts=together,
+    length_parts=16,
+  )
+  assert made.rows * made.together == 48
+  assert made.length % 16 == 0 and made.length <= 2048
+  assert made.length - 16 < 999 + 21 * made.together <= made.length
+  if 48 % (6 * together) == 0:
+    assert made.rows % (6 * together) == 0
+  else:
+    assert made.together == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_layout_has_room_for_all_that_it_was_made_for(seed):
+  draw = np.random.default_rng(seed)
+  size = int(draw.choice([2, 4, 6, 8]))
+  longest = int(draw.integers(1, 30)), int(draw.integers(1, 30))
+  layout = pack.layout(
+    4 * size,
+    size,
+    max_prompt=longest[0],
+    max_tokens=longest[1],
+    flops=lambda keys: 1.0,
+    minibatches=int(draw.choice([1, 2])),
+  )
+  groups = []
+  for number in range(4):
+    prompt = (number,) * int(draw.integers(1, longest[0] + 1))
+    counts = draw.integers(1, longest[1] + 1, size)
+    if seed % 2:
+      prompt, counts = (number,) * longest[0], [longest[1]] * size
+    groups.append(
+      group(*(rollout(number, prompt, (9,) * int(n)) for n in counts))
+    )
+  batch = pack.pack(groups, layout)
+  made = sum(len(r.completion.tokens) for g in groups for r in g.rollouts)
+  assert batch.loss_mask.sum() == made
+  assert layout.together > 1
 
 
 def test_short_rollouts_leave_no_minibatch_empty():
   groups = [group(*(rollout(i, (5,), (7,)) for i in range(8)))]
-  batch = pack.pack(groups, rows=8, length=32, minibatches=4)
+  batch = pack.pack(groups, pack.Layout(rows=8, length=32, minibatches=4))
   used = batch.segment_ids.any(axis=1).reshape(2, 4).sum(axis=0)
   assert used.tolist() == [1, 1, 1, 1]
 
@@ -214,6 +324,10 @@ def test_too_many_rollouts_are_refused():
   crowd = [rollout(i, (5,), (7,)) for i in range(ROWS + 1)]
   with pytest.raises(ValueError, match="at most 5 rollouts, got 6"):
     packed(group(*crowd))
+  odd = [group(rollout(i, (i,) * 4, (7,) * 4)) for i in range(3)]
+  layout = pack.Layout(rows=2, length=LENGTH, together=2)
+  with pytest.raises(ValueError, match="at most 2 rows, .* got 3 blocks"):
+    pack.pack(odd, layout)
 
 
 @pytest.mark.parametrize(
@@ -226,9 +340,7 @@ def test_too_many_rollouts_are_refused():
   ],
 )
 def test_c39_what_no_policy_wrote_is_context(versions, stale, mask):
-  batch = pack.pack(
-    [sampled_at(*versions)], rows=ROWS, length=LENGTH, mask_stale_tokens=stale
-  )
+  batch = pack.pack([sampled_at(*versions)], LAYOUT, mask_stale_tokens=stale)
   end = 2 + len(mask)
   assert batch.loss_mask[0, 2:end].tolist() == mask
   assert batch.policy_versions[0, 2:end].tolist() == list(versions)

@@ -202,7 +202,7 @@ def on_one_device(cfg: config.Run) -> programs.Programs:
 
 def batch_of(cfg: config.Run) -> types.Batch:
   """Makes a batch whose rewards differ."""
-  empty = pack.pack((), rows=cfg.rows, length=cfg.length)
+  empty = pack.pack((), pack.Layout(rows=cfg.rows, length=cfg.length))
   return dataclasses.replace(
     empty,
     tokens=np.ones_like(empty.tokens),

@@ -100,6 +100,63 @@ def test_scores_and_gradients_are_those_of_the_plain_formulas(chunk, tied):
   _close(got, wanted, 1e-5)
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "head"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_several_targets_of_a_position_score_as_each_alone(tied, masked):
+  cfg, params = _config(tie_embeddings=tied), _head(tied)
+  hidden, targets, temperature = _inputs()
+  several = (targets[..., None] + jnp.asarray([0, 3, 0, 9])) % _VOCAB
+  weights = jnp.asarray(np.random.default_rng(4).normal(size=several.shape))
+  wanted = jnp.asarray(np.random.default_rng(3).random(targets.shape) < 0.5)
+  wanted = wanted if masked else None
+
+  def together(params, hidden):
+    found, entropy = scoring.token_logprobs(
+      params, cfg, hidden, several, temperature, chunk=3, wanted=wanted
+    )
+    return jnp.sum(weights * found) + jnp.sum(entropy), (found, entropy)
+
+  def alone(params, hidden):
+    found = [
+      scoring.token_logprobs(
+        params,
+        cfg,
+        hidden,
+        several[..., i],
+        temperature,
+        chunk=3,
+        wanted=wanted,
+      )
+      for i in range(4)
+    ]
+    entropy = found[0][1]
+    found = jnp.stack([x for x, _ in found], axis=-1)
+    return jnp.sum(weights * found) + jnp.sum(entropy), (found, entropy)
+
+  one, other = (
+    jax.jit(jax.grad(f, (0, 1), has_aux=True))(params, hidden)
+    for f in (together, alone)
+  )
+  _close(one, other, 1e-5)
+
+
+@pytest.mark.parametrize("num", [1, 5, _VOCAB])
+def test_the_most_probable_ids_are_those_of_all_logits(num):
+  cfg, params = _config(), _head(True)
+  hidden, _, temperature = _inputs()
+  wanted = jnp.asarray(np.random.default_rng(3).random(temperature.shape) < 0.5)
+  ids, found = scoring.most_probable(
+    params, cfg, hidden, temperature, num=num, chunk=3, wanted=wanted
+  )
+  logits = transformer.logits(params, cfg, hidden)
+  logits = logits / jnp.where(temperature > 0, temperature, 1.0)[..., None]
+  best, at = jax.lax.top_k(jax.nn.log_softmax(logits), num)
+  keep = np.asarray(wanted)
+  np.testing.assert_array_equal(np.asarray(ids)[keep], np.asarray(at)[keep])
+  np.testing.assert_allclose(found[keep], best[keep], atol=1e-5)
+  assert not np.asarray(ids)[~keep].any() and not found[~keep].any()
+
+
 def test_what_is_not_wanted_is_zero_and_has_no_gradient():
   cfg, params = _config(), _head(True)
   inputs = _inputs()

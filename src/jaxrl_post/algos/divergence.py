@@ -1,4 +1,4 @@
-"""How far the policy has moved from a reference: estimates of KL a token.
+"""How far the policy is from another: estimates of KL a token, and sums of it.
 
 k1, k2 and k3 are those of Schulman, "Approximating KL divergence" (2020), with
 log r = log p_reference - log p.
@@ -77,6 +77,53 @@ class Kl:
       estimator=self.estimator,
       gradient=self.gradient,
     )
+
+
+# What is left of a distribution beside its most probable tokens counts from
+# here on; less is rounding.
+_REST = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK:
+  """KL(teacher || policy) over the teacher's most probable tokens (GKD).
+
+  Agarwal et al. 2024, arXiv 2306.13649, with tokens of the policy; all tokens
+  that are not among these count as one. So it is never more than the whole KL,
+  equal to it if `num` is the vocabulary, and 0 only if both agree on all of
+  them.
+
+  Attributes:
+    num: how many tokens.
+  """
+
+  num: int = 32
+  needs = frozenset({"candidates", "teacher"})
+
+  def __post_init__(self) -> None:
+    if self.num < 1:
+      raise types.InputError(
+        f"algo.region.num: expected >= 1, got {self.num}. 32 is usual."
+      )
+
+  def losses(
+    self, log_ratio: Float[Array, "B T"], inputs: types.LossInputs
+  ) -> losses.TokenLosses:
+    """Returns it for each token; neither ratio nor advantage is used."""
+    del log_ratio
+    teacher, policy = inputs.teacher_logprobs, inputs.candidate_logprobs
+    assert teacher is not None and policy is not None
+    mask = inputs.loss_mask
+    teacher, policy = (
+      jnp.where(mask[..., None] > 0, x, 0.0) for x in (teacher, policy)
+    )
+    share = jnp.exp(teacher)
+    found = jnp.sum(share * (teacher - policy), axis=-1)
+    left, rest = (1 - jnp.sum(jnp.exp(x), axis=-1) for x in (teacher, policy))
+    counts = left > _REST
+    left, rest = (jnp.where(counts, x, 1.0) for x in (left, rest))
+    found += left * (jnp.log(left) - jnp.log(jnp.maximum(rest, _REST)))
+    return jnp.where(mask > 0, found, 0.0), jnp.zeros_like(mask)
 
 
 def estimate(

@@ -72,7 +72,9 @@ OwnLoss = Callable[[jax.Array, types.LossInputs], jax.Array]
 Proximal: TypeAlias = Literal["recomputed", "sampler", "loglinear"]
 
 # What a step provides, see `Objective.needs`.
-_PROVIDED = frozenset({"reference", "old", "single_update", "pairs", "teacher"})
+_PROVIDED = frozenset(
+  {"reference", "old", "single_update", "pairs", "teacher", "candidates"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +151,12 @@ class Objective:
         self.ratio,
       ),
       (
+        not (self.candidates and self.ratio != "token"),
+        "algo.ratio",
+        "token with divergence.TopK, which has no ratio",
+        self.ratio,
+      ),
+      (
         not (self.proximal == "sampler" and importance),
         "algo.correction, algo.filters",
         "no importance weights with proximal=sampler, where they are 1",
@@ -188,9 +196,12 @@ class Objective:
       the weights before the update, as a pass of its own before it), "start"
       (the same, if the batch has several updates), "single_update" (one update
       a batch), "pairs" (two rollouts of each prompt), "teacher" (a reference
-      that is not the policy's own past).
+      that is not the policy's own past), "candidates" (its most probable tokens
+      in each place).
     """
     needs = set(self.baseline.needs)
+    if isinstance(self.region, divergence.TopK):
+      needs |= self.region.needs
     if self.proximal == "recomputed":
       needs.add("start")
     if self.kl is not None:
@@ -198,6 +209,11 @@ class Objective:
       if self.kl.place == "reward":
         needs.add("old")
     return frozenset(needs)
+
+  @property
+  def candidates(self) -> int:
+    """How many of a teacher's most probable tokens the loss compares."""
+    return self.region.num if isinstance(self.region, divergence.TopK) else 0
 
   @property
   def corrects(self) -> bool:

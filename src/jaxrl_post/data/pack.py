@@ -1,36 +1,152 @@
 """Groups of rollouts to the arrays of one optimizer step."""
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_post import types
 
 
-def pack(
-  groups: Sequence[types.Group],
+@types.host_record
+class Layout:
+  """The shape of a step's arrays.
+
+  Attributes:
+    rows: B.
+    length: T.
+    together: rollouts of one prompt that a row has room for, however long they
+      are; each `rows` x `together` rollouts are a batch.
+    microbatches: M, of each minibatch.
+    minibatches: K, with M divides B. The k-th has rows k, k + K, ..., and of
+      these its m-th microbatch m, m + M, ...
+  """
+
+  rows: int
+  length: int
+  together: int = 1
+  microbatches: int = 1
+  minibatches: int = 1
+
+  @property
+  def rollouts(self) -> int:
+    """N, the most rollouts of a batch."""
+    return self.rows * self.together
+
+
+# Longest row of several rollouts: all of its tokens are compared with each
+# other.
+_LONGEST = 2048
+
+
+def layout(
+  rollouts: int,
+  group_size: int,
   *,
-  rows: int,
-  length: int,
+  max_prompt: int,
+  max_tokens: int,
+  flops: Callable[[int], float],
   microbatches: int = 1,
   minibatches: int = 1,
+  row_parts: int = 1,
+  length_parts: int = 1,
+) -> Layout:
+  """Decides how many rollouts of a prompt share it in a row.
+
+  As many as make the fewest operations for a rollout, if all are as long as
+  they may be: the more there are, the less of the prompt each computes, and the
+  more tokens of others each is compared with, for nothing.
+
+  Args:
+    rollouts: of a batch.
+    group_size: rollouts of a prompt.
+    max_prompt: its longest, in tokens.
+    max_tokens: longest completion.
+    flops: operations of a token in a layer, with so many keys to read.
+    microbatches: of a minibatch.
+    minibatches: of a batch.
+    row_parts: of a mesh, by rows.
+    length_parts: likewise, by positions.
+
+  Returns:
+    A layout for so many rollouts. Rows divide evenly over all parts, unless
+    `rollouts` does not.
+  """
+  parts = microbatches * minibatches * row_parts
+
+  def length(together: int) -> int:
+    size = max_prompt - 1 + together * (max_tokens + 1)
+    return -(-size // length_parts) * length_parts
+
+  def cost(together: int) -> float:
+    # Twice the keys: softmax takes as long as the products.
+    keys = 2 * length(together)
+    return length(together) / together * flops(keys)
+
+  fit = [
+    n
+    for n in range(2, group_size + 1)
+    if not group_size % n
+    and not rollouts % (n * parts)
+    and length(n) <= _LONGEST
+  ]
+  best = min([1, *fit], key=cost)
+  return Layout(
+    rows=rollouts // best,
+    length=length(best),
+    together=best,
+    microbatches=microbatches,
+    minibatches=minibatches,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+  """Rollouts of one prompt that stay together, by number."""
+
+  prompt: tuple[int, ...]
+  members: tuple[int, ...]
+  size: int  # tokens of the members, without what they share
+
+  @property
+  def shared(self) -> int:
+    """Tokens that several rollouts of this prompt have once."""
+    return max(len(self.prompt) - 1, 0)
+
+
+class _Piece(NamedTuple):
+  """Tokens of a rollout that lie side by side."""
+
+  number: int  # of the rollout
+  owner: int  # the same, or N if the piece is of several
+  begin: int  # in the rollout, and `end`
+  end: int
+  row: int
+  at: int
+  segment: int
+  prefix: int
+
+
+def pack(
+  groups: Sequence[types.Group],
+  layout: Layout,
+  *,
   mask_stale_tokens: bool = False,
 ) -> types.Batch:
   """Lays out rollouts in rows of a fixed length, as many in one as fit.
 
-  The longest come first, each into the first row that has room for it. Rows
-  that are in use fill one microbatch after the other: those at the end may be
-  empty, which costs the trainer nothing.
+  Up to `layout.together` rollouts of a group with the same prompt are a block.
+  The largest blocks come first, each into the first row that has their prompt
+  already and room for them, or else the first that has room. In a row, rollouts
+  with the same prompt have its tokens once. Rows that are in use fill one
+  microbatch after the other: those at the end may be empty, which costs the
+  trainer nothing.
 
   Args:
-    groups: finished and scored; at most `rows` rollouts in all.
-    rows: B, and N: each rollout is a sequence, and may need a row of its own.
-    length: T, at least the longest prompt plus completion.
-    microbatches: M, of each minibatch.
-    minibatches: K, with M divides B. Each has as many rollouts as the others,
-      give or take one. The k-th has rows k, k + K, ..., and of these its m-th
-      microbatch m, m + M, ...
+    groups: finished and scored.
+    layout: has room for their blocks, certainly if there are no more of them
+      than rows.
     mask_stale_tokens: train, of each rollout, only the tokens of the newest
       version among its tokens.
 
@@ -40,43 +156,34 @@ def pack(
     0 on those of version -1, as of a tool; with `mask_stale_tokens` also 0
     on those that an older version sampled than the newest of their rollout,
     which stay as context and keep log-probability and version. Sequences are
-    numbered in the order of the groups, and lie in their rows without gaps;
+    numbered in the order of the groups, and a row has its tokens without gaps;
     where no token is, there is neither segment nor mask, and numbers beyond the
-    last sequence have no reward.
+    last sequence have no reward. Minibatches have equally many blocks, give or
+    take one.
   """
   found = [(i, r) for i, group in enumerate(groups) for r in group.rollouts]
-  sizes = np.array([_size(rollout) for _, rollout in found], int)
-  if len(found) > rows:
-    raise ValueError(
-      f"pack: expected at most {rows} rollouts, got {len(found)}"
-    )
-  longest = sizes.max(initial=0)
-  if longest > length:
-    raise ValueError(f"pack: expected at most {length} tokens, got {longest}")
-  batch = _empty(rows, length)
-  at, begin, segment = (np.zeros(len(found), int) for _ in range(3))
-  # The longest take turns in the minibatches, so that those are alike.
-  turn = np.empty(len(found), int)
-  turn[np.argsort(-sizes, kind="stable")] = np.arange(len(found)) % minibatches
-  for part in range(minibatches):
-    mine = np.flatnonzero(turn == part)
-    place, begin[mine], segment[mine] = _places(sizes[mine], length)
-    row = _row(place, rows // minibatches, microbatches)
-    at[mine] = row * minibatches + part
-  number = np.repeat(np.arange(len(found)), sizes)
-  # All tokens of all rollouts, one behind the other, and where each belongs.
-  offset = np.arange(len(number)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-  target = at[number], begin[number] + offset
-  batch["sequence"][target] = number
-  batch["segment_ids"][target] = segment[number]
-  batch["positions"][target] = offset
-  for name, values in _tokens([r for _, r in found]).items():
+  rollouts = [r for _, r in found]
+  pieces = list(_pieces(_blocks(found, layout), rollouts, layout))
+  sizes = np.array([p.end - p.begin for p in pieces], int)
+  batch = _empty(layout)
+
+  def each(values: Sequence[int]) -> np.ndarray:
+    return np.repeat(np.array(values, int), sizes)
+
+  # All tokens of all pieces, one behind the other, and where each belongs.
+  offset = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+  target = each([p.row for p in pieces]), each([p.at for p in pieces]) + offset
+  batch["sequence"][target] = each([p.owner for p in pieces])
+  batch["segment_ids"][target] = each([p.segment for p in pieces])
+  batch["prefix_ids"][target] = each([p.prefix for p in pieces])
+  batch["positions"][target] = each([p.begin for p in pieces]) + offset
+  for name, values in _tokens(pieces, rollouts).items():
     batch[name][target] = values
   sampled = batch["policy_versions"] >= 0
   if mask_stale_tokens:
-    newest = np.full(rows + 1, -1)
+    newest = np.full(layout.rollouts + 1, -1)
     newest[: len(found)] = [
-      max(r.completion.versions, default=-1) for _, r in found
+      max(r.completion.versions, default=-1) for r in rollouts
     ]
     sampled &= batch["policy_versions"] == newest[batch["sequence"]]
   batch["loss_mask"] = sampled.astype(np.float32)
@@ -109,56 +216,127 @@ def trained(batch: types.Batch, *, truncated: bool = True) -> np.ndarray:
   return np.asarray(batch.loss_mask) * known
 
 
-def _row(place: np.ndarray, rows: int, microbatches: int) -> np.ndarray:
-  """Returns where the row that a minibatch uses as its `place`-th lies."""
-  microbatch, slot = np.divmod(place, rows // microbatches)
-  return slot * microbatches + microbatch
+def _blocks(
+  found: Sequence[tuple[int, types.Rollout]], layout: Layout
+) -> list[_Block]:
+  """Returns what stays together, the largest first."""
+  alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+  for number, (group, rollout) in enumerate(found):
+    alike.setdefault((group, rollout.prompt.tokens), []).append(number)
+  made = []
+  for (_, prompt), members in alike.items():
+    for begin in range(0, len(members), layout.together):
+      part = tuple(members[begin : begin + layout.together])
+      own = [len(found[n][1].completion.tokens) for n in part]
+      # Each has the last token of the prompt for itself.
+      size = sum(own) + len(part) * bool(prompt)
+      made.append(_Block(prompt, part, size))
+  if len(found) > layout.rollouts:
+    raise ValueError(
+      f"pack: expected at most {layout.rollouts} rollouts, got {len(found)}"
+    )
+  longest = max((b.shared + b.size for b in made), default=0)
+  if longest > layout.length:
+    raise ValueError(
+      f"pack: expected at most {layout.length} tokens, got {longest}"
+    )
+  return sorted(made, key=lambda b: -(b.shared + b.size))
+
+
+def _pieces(
+  blocks: Sequence[_Block], rollouts: Sequence[types.Rollout], layout: Layout
+) -> Iterator[_Piece]:
+  """Lays out the pieces of all minibatches, row by row."""
+  # The largest take turns in the minibatches, so that those are alike.
+  for part in range(layout.minibatches):
+    mine = _rows(blocks[part :: layout.minibatches], layout.length)
+    if len(mine) > layout.rows // layout.minibatches:
+      raise ValueError(
+        f"pack: expected at most {layout.rows} rows, each for "
+        f"{layout.together} rollouts of one prompt, got {len(blocks)} blocks"
+      )
+    for place, families in enumerate(mine):
+      row = _row(place, layout) * layout.minibatches + part
+      yield from _row_pieces(families, rollouts, row, layout.rollouts)
+
+
+def _row_pieces(
+  families: dict[tuple[int, ...], list[int]],
+  rollouts: Sequence[types.Rollout],
+  row: int,
+  several: int,
+) -> Iterator[_Piece]:
+  """Lays out a row; what several rollouts have is `several`'s."""
+  at, segment = 0, 1
+  for prompt, members in families.items():
+    shared = max(len(prompt) - 1, 0) if len(members) > 1 else 0
+    cuts = [(n, n, shared, _size(rollouts[n])) for n in members]
+    if shared:
+      cuts = [(members[0], several, 0, shared), *cuts]
+    first = segment
+    for number, owner, begin, end in cuts:
+      prefix = first if shared else segment
+      yield _Piece(number, owner, begin, end, row, at, segment, prefix)
+      at, segment = at + end - begin, segment + 1
+
+
+def _rows(
+  blocks: Sequence[_Block], length: int
+) -> list[dict[tuple[int, ...], list[int]]]:
+  """Returns the rollouts of each row by prompt.
+
+  First fit, the largest first: without prompts to share, at most 11/9 of the
+  rows that are needed (Dosa 2007).
+  """
+  left = np.full(len(blocks), length)
+  rows: list[dict[tuple[int, ...], list[int]]] = []
+  for block in blocks:
+    there = [i for i, row in enumerate(rows) if block.prompt in row]
+    at = next((i for i in there if left[i] >= block.size), None)
+    if at is None:
+      at = int(np.argmax(left >= block.shared + block.size))
+      if at == len(rows):
+        rows.append({})
+    if block.prompt not in rows[at]:
+      left[at] -= block.shared
+    left[at] -= block.size
+    rows[at].setdefault(block.prompt, []).extend(block.members)
+  return rows
 
 
 def _size(rollout: types.Rollout) -> int:
   return len(rollout.prompt.tokens) + len(rollout.completion.tokens)
 
 
-def _places(
-  sizes: np.ndarray, length: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns row, first position and number in the row, from 1, of each size.
-
-  Rows are used in order. First fit, the longest first: at most 11/9 of the rows
-  that are needed (Dosa 2007).
-  """
-  count = len(sizes)
-  left, taken = np.full(count, length), np.zeros(count, int)
-  row, begin, segment = (np.zeros(count, int) for _ in range(3))
-  for number in sorted(range(count), key=lambda i: -sizes[i]):
-    at = int(np.argmax(left >= sizes[number]))
-    taken[at] += 1
-    row[number], begin[number] = at, length - left[at]
-    segment[number] = taken[at]
-    left[at] -= sizes[number]
-  return row, begin, segment
+def _row(place: int, layout: Layout) -> int:
+  """Returns where the row that a minibatch uses as its `place`-th lies."""
+  rows = layout.rows // layout.minibatches
+  microbatch, slot = divmod(place, rows // layout.microbatches)
+  return slot * layout.microbatches + microbatch
 
 
-def _empty(rows: int, length: int) -> dict[str, Any]:
+def _empty(layout: Layout) -> dict[str, Any]:
   """Returns the fields of a batch of nothing."""
+  num = layout.rollouts
 
   def tokens(value: float, dtype: Any = np.float32) -> np.ndarray:
-    return np.full((rows, length), value, dtype)
+    return np.full((layout.rows, layout.length), value, dtype)
 
   return dict(
     tokens=tokens(0, np.int32),
     positions=tokens(0, np.int32),
     segment_ids=tokens(0, np.int32),
-    sequence=tokens(rows, np.int32),
+    prefix_ids=tokens(0, np.int32),
+    sequence=tokens(num, np.int32),
     loss_mask=tokens(0),
     sampler_logprobs=tokens(0),
     policy_versions=tokens(-1, np.int32),
     turn_rewards=tokens(0),
-    temperature=np.ones(rows, np.float32),
-    rewards=np.full(rows, np.nan, np.float32),
-    group_ids=np.full(rows, rows - 1, np.int32),
-    rollout_ids=np.arange(rows, dtype=np.int32),
-    truncated=np.zeros(rows, bool),
+    temperature=np.ones(num, np.float32),
+    rewards=np.full(num, np.nan, np.float32),
+    group_ids=np.full(num, num - 1, np.int32),
+    rollout_ids=np.arange(num, dtype=np.int32),
+    truncated=np.zeros(num, bool),
     advantages=tokens(0),
     # Not known yet; whoever used them all the same would skip the update.
     old_logprobs=tokens(np.nan),
@@ -166,16 +344,20 @@ def _empty(rows: int, length: int) -> dict[str, Any]:
   )
 
 
-def _tokens(rollouts: Sequence[types.Rollout]) -> dict[str, np.ndarray]:
-  """Returns what is known of each token, of all rollouts in order."""
+def _tokens(
+  pieces: Sequence[_Piece], rollouts: Sequence[types.Rollout]
+) -> dict[str, np.ndarray]:
+  """Returns what is known of each token, of all pieces in order."""
   tokens: list[int] = []
   logprobs: list[float] = []
   versions: list[int] = []
-  for rollout in rollouts:
+  for piece in pieces:
+    rollout = rollouts[piece.number]
     prompt, completion = rollout.prompt.tokens, rollout.completion
-    tokens += (*prompt, *completion.tokens)
-    logprobs += (*[0.0] * len(prompt), *completion.logprobs)
-    versions += (*[-1] * len(prompt), *completion.versions)
+    part = slice(piece.begin, piece.end)
+    tokens += (*prompt, *completion.tokens)[part]
+    logprobs += (*[0.0] * len(prompt), *completion.logprobs)[part]
+    versions += (*[-1] * len(prompt), *completion.versions)[part]
   return {
     "tokens": np.array(tokens, np.int32),
     "sampler_logprobs": np.array(logprobs, np.float32),

@@ -69,40 +69,39 @@ def logprobs(
   tokens: Int[Array, "B T"],
   positions: Int[Array, "B T"],
   segment_ids: Int[Array, "B T"],
+  prefix_ids: Int[Array, "B T"] | None = None,
   temperature: Float[Array, "B T"],
   wanted: Bool[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+  candidates: Int[Array, "B T num"] | None = None,
+) -> tuple[Float[Array, "B T *num"], Float[Array, "B T"]]:
   """Scores every token of each row, given the tokens before it.
 
   Args:
     decoder: the model.
     params: weights.
     tokens: ids.
-    positions: as in `transformer.forward`, likewise `segment_ids`.
-    segment_ids: which tokens are one sequence.
+    positions: as in `transformer.forward`, likewise those that follow.
+    segment_ids: which tokens are one sequence, or a piece of one.
+    prefix_ids: the piece before; None where all are whole.
     temperature: that each token was sampled at; 0 counts as 1.
     wanted: which tokens are scored; None for all. What is not wanted costs no
       logits.
+    candidates: other ids that are scored in the place of each token, behind the
+      token itself: log-probabilities are then [B, T, 1 + num].
 
   Returns:
     Log-probabilities and entropies in nats, aligned with `tokens`; 0 where not
     wanted, and at the first position, which nothing predicts. The first token
     of a later segment is scored by the segment before it, which means nothing.
   """
-  hidden, _ = transformer.forward(
-    params,
-    decoder.config,
-    tokens,
-    positions,
-    segment_ids=segment_ids,
-    dtype=decoder.dtype,
-    remat=decoder.remat,
-    sharding=decoder.sharding,
-  )
+  hidden = _hidden(decoder, params, tokens, positions, segment_ids, prefix_ids)
+  targets = tokens
+  if candidates is not None:
+    targets = jnp.concatenate([tokens[..., None], candidates], axis=-1)
   # Hidden states stay as they lie on the devices; what the last ones predict
   # is dropped.
   targets, temperature, wanted = jax.tree.map(
-    lambda x: jnp.roll(x, -1, axis=1), (tokens, temperature, wanted)
+    lambda x: jnp.roll(x, -1, axis=1), (targets, temperature, wanted)
   )
   found = scoring.token_logprobs(
     params,
@@ -114,5 +113,78 @@ def logprobs(
     wanted=wanted,
     sharding=decoder.sharding,
   )
-  taken, entropy = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in found)
+  taken, entropy = (_aligned(x) for x in found)
   return taken, entropy
+
+
+def most_probable(
+  decoder: Decoder,
+  params: types.Tree,
+  num: int,
+  *,
+  tokens: Int[Array, "B T"],
+  positions: Int[Array, "B T"],
+  segment_ids: Int[Array, "B T"],
+  prefix_ids: Int[Array, "B T"] | None = None,
+  temperature: Float[Array, "B T"],
+  wanted: Bool[Array, "B T"] | None = None,
+) -> tuple[Int[Array, "B T {num}"], Float[Array, "B T {num}"]]:
+  """Finds what is most probable in the place of each token.
+
+  Args:
+    decoder: the model, and the rest as in `logprobs`.
+    params: weights.
+    num: how many ids.
+    tokens: ids.
+    positions: of each.
+    segment_ids: which tokens are one sequence, or a piece of one.
+    prefix_ids: the piece before.
+    temperature: that each token was sampled at.
+    wanted: which places are asked.
+
+  Returns:
+    Ids, the most probable first, and their log-probabilities, aligned with
+    `tokens`; without a gradient, and 0 where not wanted.
+  """
+  hidden = _hidden(decoder, params, tokens, positions, segment_ids, prefix_ids)
+  temperature, wanted = jax.tree.map(
+    lambda x: jnp.roll(x, -1, axis=1), (temperature, wanted)
+  )
+  ids, found = scoring.most_probable(
+    params,
+    decoder.config,
+    hidden,
+    temperature,
+    num=num,
+    chunk=decoder.chunk,
+    wanted=wanted,
+    sharding=decoder.sharding,
+  )
+  return _aligned(ids), _aligned(found)
+
+
+def _hidden(
+  decoder: Decoder,
+  params: types.Tree,
+  tokens: jax.Array,
+  positions: jax.Array,
+  *pieces: jax.Array | None,
+) -> jax.Array:
+  """Returns the last hidden states of tokens in segments."""
+  segment_ids, prefix_ids = pieces
+  return transformer.forward(
+    params,
+    decoder.config,
+    tokens,
+    positions,
+    segment_ids=segment_ids,
+    prefix_ids=prefix_ids,
+    dtype=decoder.dtype,
+    remat=decoder.remat,
+    sharding=decoder.sharding,
+  )[0]
+
+
+def _aligned(x: jax.Array) -> jax.Array:
+  """Moves what each position predicts to the token it is about."""
+  return jnp.pad(x[:, :-1], ((0, 0), (1, 0), *((0, 0),) * (x.ndim - 2)))

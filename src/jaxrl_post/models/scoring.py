@@ -2,8 +2,8 @@
 
 The logits of a batch are larger than anything else of a step: they are made a
 chunk of tokens at a time, and made again in the backward pass, which is written
-out here and keeps two numbers a token. Dims, beside those of `types`: P parts
-of a mesh, N tokens of each, C tokens of a chunk.
+out here and keeps a few numbers a token. Dims, beside those of `types`: P parts
+of a mesh, N tokens of each, C tokens of a chunk, E targets of a token.
 """
 
 import functools
@@ -30,8 +30,8 @@ class _Tokens(NamedTuple):
   """All tokens of each part, or those of a chunk."""
 
   hidden: jax.Array  # [P, N, D]
-  targets: jax.Array  # [P, N], as what follows
-  inverse: jax.Array  # of the temperature
+  targets: jax.Array  # [P, N, E]
+  inverse: jax.Array  # [P, N], of the temperature
 
 
 class _Order(NamedTuple):
@@ -43,10 +43,10 @@ class _Order(NamedTuple):
 
 
 class _Seen(NamedTuple):
-  """What the forward pass finds out, all [P, N] in the order of chunks."""
+  """What the forward pass finds out, in the order of chunks."""
 
-  logprobs: jax.Array
-  entropy: jax.Array
+  logprobs: jax.Array  # [P, N, E]
+  entropy: jax.Array  # [P, N], as what follows
   log_sum: jax.Array  # of the exponentials of the logits
 
 
@@ -54,20 +54,20 @@ def token_logprobs(
   params: types.Tree,
   cfg: transformer.Config,
   hidden: Float[Array, "B T D"],
-  targets: Int[Array, "B T"],
+  targets: Int[Array, "B T *E"],
   temperature: Float[Array, "B T"],
   *,
   chunk: int,
   wanted: Bool[Array, "B T"] | None = None,
   sharding: jax.sharding.NamedSharding | None = None,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-  """Scores one target a position; [B, T, V] never exists.
+) -> tuple[Float[Array, "B T *E"], Float[Array, "B T"]]:
+  """Scores one target a position, or several; [B, T, V] never exists.
 
   Args:
     params: weights.
     cfg: shape of the decoder.
     hidden: states that predict `targets`, in the dtype of the products.
-    targets: ids.
+    targets: ids; of a position, or a last dim of them.
     temperature: divides the logits of its position, as in the sampler. At 0
       (greedy) it counts as 1, as the sampler reports such tokens. It has no
       gradient.
@@ -85,22 +85,100 @@ def token_logprobs(
     nats, float32; 0 where not wanted. Both have the gradient of the plain
     formulas.
   """
+  places = temperature.shape
+  cut, head, tokens, order = _begin(
+    params,
+    cfg,
+    (hidden, targets.reshape(*places, -1), temperature),
+    chunk=chunk,
+    wanted=wanted,
+    sharding=sharding,
+  )
+  logprobs, entropy = jax.tree.map(
+    lambda x: _finish(x, places, wanted, sharding),
+    _score(cut, head, tokens, order),
+  )
+  return logprobs.reshape(targets.shape), entropy
+
+
+def most_probable(
+  params: types.Tree,
+  cfg: transformer.Config,
+  hidden: Float[Array, "B T D"],
+  temperature: Float[Array, "B T"],
+  *,
+  num: int,
+  chunk: int,
+  wanted: Bool[Array, "B T"] | None = None,
+  sharding: jax.sharding.NamedSharding | None = None,
+) -> tuple[Int[Array, "B T {num}"], Float[Array, "B T {num}"]]:
+  """Returns the `num` most probable ids of each position, the most first.
+
+  Args:
+    params: as in `token_logprobs`, likewise the rest.
+    cfg: shape of the decoder.
+    hidden: states that predict.
+    temperature: divides the logits.
+    num: at most the vocabulary.
+    chunk: tokens whose logits exist at a time.
+    wanted: which positions are asked.
+    sharding: how rows and positions lie on a mesh.
+
+  Returns:
+    Ids and their log-probabilities in nats, float32, without a gradient; 0
+    where not wanted.
+  """
+  places = temperature.shape
+  ids = jnp.zeros((*places, 1), jnp.int32)
+  cut, head, tokens, order = jax.lax.stop_gradient(
+    _begin(
+      params,
+      cfg,
+      (hidden, ids, temperature),
+      chunk=chunk,
+      wanted=wanted,
+      sharding=sharding,
+    )
+  )
+  found = _top(cut, head, tokens, order, num)
+  return jax.tree.map(lambda x: _finish(x, places, wanted, sharding), found)
+
+
+def _begin(
+  params: types.Tree,
+  cfg: transformer.Config,
+  given: tuple[jax.Array, jax.Array, jax.Array],
+  *,
+  chunk: int,
+  wanted: jax.Array | None,
+  sharding: jax.sharding.NamedSharding | None,
+) -> tuple[_Cut, jax.Array, _Tokens, _Order | None]:
+  """Lays out hidden states, targets and temperatures for chunks."""
+  hidden, targets, temperature = given
   inverse = 1.0 / jnp.where(temperature > 0, temperature, 1.0)
   tokens = _Tokens(hidden, targets, inverse.astype(jnp.float32))
   tied, parts = cfg.tie_embeddings, _parts(sharding)
   head = params["embed"] if tied else params["head"]
   tokens = _Tokens(*(_gather(x, parts) for x in tokens))
-  length = tokens.targets.shape[1]
+  length = tokens.inverse.shape[1]
   chunk = -(-length // -(-length // chunk))  # as many chunks, of equal size
   order = None if wanted is None else _order(_gather(wanted, parts), chunk)
   mesh = None if sharding is None else sharding.mesh
-  found = jax.tree.map(
-    lambda x: _return(x, parts, targets.shape),
-    _score(_Cut(chunk, tied, mesh), head, tokens, order),
-  )
-  if wanted is not None:
-    found = jax.tree.map(lambda x: jnp.where(wanted, x, 0.0), found)
-  return found
+  return _Cut(chunk, tied, mesh), head, tokens, order
+
+
+def _finish(
+  x: jax.Array,
+  places: tuple[int, ...],
+  wanted: jax.Array | None,
+  sharding: jax.sharding.NamedSharding | None,
+) -> jax.Array:
+  """Lays out a result as rows and positions; 0 where it is not wanted."""
+  x = _return(x, _parts(sharding), places)
+  if wanted is None:
+    return x
+  wanted = wanted.reshape(*wanted.shape, *(1,) * (x.ndim - 2))
+  return jnp.where(wanted, x, jnp.zeros((), x.dtype))
 
 
 # --------------------------------------------------------------------- layout
@@ -130,9 +208,9 @@ def _return(
   x: jax.Array, parts: tuple[int, int], shape: tuple[int, ...]
 ) -> jax.Array:
   """Undoes `_gather`."""
-  (rows, places), (num, length) = parts, shape
-  x = x.reshape(rows, places, num // rows, length // places)
-  return x.swapaxes(1, 2).reshape(shape)
+  (rows, places), (num, length), rest = parts, shape, x.shape[2:]
+  x = x.reshape(rows, places, num // rows, length // places, *rest)
+  return x.swapaxes(1, 2).reshape(*shape, *rest)
 
 
 def _order(wanted: jax.Array, chunk: int) -> _Order:
@@ -179,7 +257,7 @@ def _steps(tokens: _Tokens, order: _Order | None, chunk: int) -> jax.Array:
   """Returns how many chunks there are to score."""
   if order is not None:
     return order.steps
-  return jnp.asarray(-(-tokens.targets.shape[1] // chunk))
+  return jnp.asarray(-(-tokens.inverse.shape[1] // chunk))
 
 
 # --------------------------------------------------------------------- chunks
@@ -230,14 +308,36 @@ def _forward(
       (weight, weight * below), (0.0, 0.0), _add, dimensions=(z.ndim - 1,)
     )
     log_sum = jnp.log(total)
-    taken = jnp.take_along_axis(z, xs.targets[..., None], axis=-1)[..., 0]
-    logprobs = taken - top - log_sum
+    taken = jnp.take_along_axis(z, xs.targets, axis=-1)
+    logprobs = taken - (top + log_sum)[..., None]
     here = _Seen(logprobs, log_sum - mean / total, top + log_sum)
     return _write(seen, here, begin)
 
   zeros = jnp.zeros_like(chunked.inverse)
+  none = jnp.zeros(chunked.targets.shape, zeros.dtype)
   steps = _steps(tokens, order, cut.chunk)
-  return jax.lax.fori_loop(0, steps, one, _Seen(zeros, zeros, zeros))
+  return jax.lax.fori_loop(0, steps, one, _Seen(none, zeros, zeros))
+
+
+def _top(
+  cut: _Cut, head: jax.Array, tokens: _Tokens, order: _Order | None, num: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns ids and log-probabilities, [P, N, num]."""
+  head = _whole(cut, head, tokens.hidden.dtype)
+  chunked = _Tokens(*(_put(x, order, cut.chunk) for x in tokens))
+
+  def one(step: jax.Array, seen: tuple[jax.Array, jax.Array]):
+    begin = step * cut.chunk
+    z = _logits(cut, head, _part(chunked, begin, cut.chunk))
+    best, ids = jax.lax.top_k(z, num)
+    total = jax.nn.logsumexp(z, axis=-1, keepdims=True)
+    return _write(seen, (ids, best - total), begin)
+
+  shape = (*chunked.inverse.shape, num)
+  none = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+  found = jax.lax.fori_loop(0, _steps(tokens, order, cut.chunk), one, none)
+  length = tokens.inverse.shape[1]
+  return jax.tree.map(lambda x: _take_back(x, order, length), found)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -251,7 +351,7 @@ def _score_forward(
   cut: _Cut, head: jax.Array, tokens: _Tokens, order: _Order | None
 ):
   seen = _forward(cut, head, tokens, order)
-  length = tokens.targets.shape[1]
+  length = tokens.inverse.shape[1]
   logprobs = _take_back(seen.logprobs, order, length)
   entropy = _take_back(seen.entropy, order, length)
   return (logprobs, entropy), (head, tokens, order, seen)
@@ -286,7 +386,7 @@ def _score_backward(cut: _Cut, kept, grads: tuple[jax.Array, jax.Array]):
     (zeros, jnp.zeros_like(chunked.hidden)),
   )
   d_head = jnp.sum(d_head, axis=0).astype(head.dtype)
-  d_hidden = _take_back(d_hidden, order, tokens.targets.shape[1])
+  d_hidden = _take_back(d_hidden, order, tokens.inverse.shape[1])
   # None stands for zeros.
   nothing = tokens._replace(hidden=d_hidden, targets=None, inverse=None)
   return d_head, nothing, None
@@ -298,12 +398,17 @@ def _slope(cut: _Cut, head: jax.Array, xs) -> jax.Array:
   With p the probabilities, the logarithm of the target's has the slope
   onehot - p, and the entropy H has -p (log p + H).
   """
-  tokens, seen, grads = xs
-  by_logprob, by_entropy = (x[..., None] for x in grads)
+  tokens, seen, (by_logprob, by_entropy) = xs
   z = _logits(cut, head, tokens) - seen.log_sum[..., None]
-  share = by_logprob + by_entropy * (z + seen.entropy[..., None])
-  hit = jnp.arange(z.shape[-1]) == tokens.targets[..., None]
-  dz = jnp.where(hit, by_logprob, 0.0) - jnp.exp(z) * share
+  share = jnp.sum(by_logprob, axis=-1, keepdims=True)
+  share = share + by_entropy[..., None] * (z + seen.entropy[..., None])
+  dz = -jnp.exp(z) * share
+  if tokens.targets.shape[-1] == 1:
+    hit = jnp.arange(z.shape[-1]) == tokens.targets
+    dz = jnp.where(hit, by_logprob, 0.0) + dz
+  else:
+    one = jax.vmap(jax.vmap(lambda x, at, by: x.at[at].add(by)))
+    dz = one(dz, tokens.targets, by_logprob)
   dz = dz * tokens.inverse[..., None]
   return dz.astype(tokens.hidden.dtype)
 

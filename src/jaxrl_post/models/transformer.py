@@ -127,6 +127,17 @@ def spec(cfg: Config) -> types.Tree:
   return tree
 
 
+def layer_flops(cfg: Config, keys: int) -> float:
+  """Returns the operations of a token in a layer, with so many keys to read.
+
+  Those of matrix products, in the forward pass; a product and its sum are two.
+  """
+  heads = cfg.head_width * cfg.num_heads
+  kv = cfg.head_width * cfg.num_kv_heads
+  weights = cfg.width * (2 * heads + 2 * kv + 3 * cfg.ff_width)
+  return 2.0 * weights + 4.0 * keys * heads
+
+
 def inverse_frequencies(cfg: Config) -> Float[Array, " pairs"]:
   """Returns the rotary angle per position of each pair of a head, in radians.
 
@@ -239,6 +250,7 @@ def forward(
   positions: Int[Array, "B T"],
   *,
   segment_ids: Int[Array, "B T"] | None = None,
+  prefix_ids: Int[Array, "B T"] | None = None,
   cache: Any = None,
   attend: Attend | None = None,
   dtype: Literal["float32", "bfloat16"] = "float32",
@@ -256,7 +268,9 @@ def forward(
     tokens: ids below `cfg.vocab_size`; a larger id gives NaN, not a neighbour.
     positions: place of each token in its own sequence, from 0.
     segment_ids: tokens attend to earlier tokens of the same segment only.
-      Ignored with `attend`.
+      Ignored with `attend`, as is what follows.
+    prefix_ids: and to those of this segment, of which theirs is the
+      continuation. Needs `segment_ids`.
     cache: what `attend` keeps of each layer: a tree with layers as the first
       dim, or a tuple of them if the weights are unstacked.
     attend: attends where a token has keys outside of `tokens`; None for
@@ -272,7 +286,7 @@ def forward(
   """
   phase = positions[..., None].astype(jnp.float32) * inverse_frequencies(cfg)
   sin, cos = jnp.sin(phase)[:, :, None, :], jnp.cos(phase)[:, :, None, :]
-  ctx = _Context(sin, cos, attend or _among(tokens.shape, segment_ids))
+  ctx = _Context(sin, cos, attend or _among(tokens, segment_ids, prefix_ids))
   x = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan)
   x = x.astype(dtype)
 
@@ -310,13 +324,22 @@ def unstack(params: types.Tree) -> types.Tree:
   return {**params, "layers": layers}
 
 
-def _among(shape: tuple[int, ...], segment_ids: jax.Array | None) -> Attend:
-  """Attends to the earlier tokens of the same segment; keeps nothing."""
-  order = jnp.arange(shape[1])
+def _among(
+  tokens: jax.Array,
+  segment_ids: jax.Array | None,
+  prefix_ids: jax.Array | None,
+) -> Attend:
+  """Attends to earlier tokens of the same segments; keeps nothing."""
+  num, length = tokens.shape
+  order = jnp.arange(length)
   mask = (order[None, :] <= order[:, None])[None]
   if segment_ids is not None:
-    mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
-  mask = jnp.broadcast_to(mask, (shape[0], *mask.shape[1:]))[:, None]
+    keys = segment_ids[:, None, :]
+    same = segment_ids[:, :, None] == keys
+    if prefix_ids is not None:
+      same = same | (prefix_ids[:, :, None] == keys)
+    mask = mask & same
+  mask = jnp.broadcast_to(mask, (num, length, length))[:, None]
 
   def attend(cache: Any, q: jax.Array, k: jax.Array, v: jax.Array):
     return attention(q, k, v, mask), cache

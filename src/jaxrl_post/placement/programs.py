@@ -109,7 +109,6 @@ def check_rows(
   shares: meshes.Shares,
   *,
   rows: int,
-  length: int,
   microbatches: int,
   engine_rows: int,
   engines: int = 1,
@@ -121,7 +120,6 @@ def check_rows(
     cfg: the placement.
     shares: devices of each side.
     rows: of a training batch.
-    length: tokens of a row.
     microbatches: parts it is cut into.
     engine_rows: completions in flight, in all engines together.
     engines: how many there are, with equal shares of `engine_rows`.
@@ -136,13 +134,6 @@ def check_rows(
       f"{rows_name}: expected a multiple of {training} data-parallel parts x "
       f"{microbatches} microbatches, got {rows} rows. Change it, the "
       "microbatches or the placement."
-    )
-  context = meshes.context_parts(cfg.training, shares.training)
-  if length % context:
-    raise types.InputError(
-      "data.max_prompt + sampling.max_tokens: expected a multiple of "
-      f"{context} parts (placement.training.context), got {length} tokens. "
-      "Change one of them."
     )
   generation = meshes.row_parts(cfg.generation, shares.generation)
   parts = math.lcm(generation, engines)

@@ -265,6 +265,7 @@ def _logprobs(
     tokens=batch.tokens,
     positions=batch.positions,
     segment_ids=batch.segment_ids,
+    prefix_ids=batch.prefix_ids,
     temperature=sequences.gather(batch.temperature, batch.sequence, fill=1.0),
     wanted=batch.loss_mask > 0,
   )

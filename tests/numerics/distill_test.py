@@ -1,0 +1,147 @@
+"""Distillation over the most probable tokens of a teacher."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post import types
+from jaxrl_post.algos import distill, divergence
+from tests.unit import objective_inputs as small
+
+_VOCAB, _LENGTH = 12, 5
+
+
+def _tables(seed=0):
+  """Draws log-probabilities of a policy and of a teacher, [1, T, V]."""
+  draw = np.random.default_rng(seed)
+  logits = draw.normal(0, 2, (2, 1, _LENGTH, _VOCAB))
+  return jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
+
+
+def _given(teacher, policy, num, mask=(1,) * _LENGTH):
+  """Returns the inputs of a loss, and the ids of the teacher's best."""
+  best, ids = jax.lax.top_k(teacher, num)
+  zero = jnp.zeros(teacher.shape[:2])
+  mask = jnp.asarray(mask, jnp.float32)[None]
+  return types.LossInputs(
+    logprobs=zero,
+    entropy=zero,
+    old_logprobs=zero,
+    sampler_logprobs=zero,
+    reference_logprobs=None,
+    advantages=zero,
+    loss_mask=mask,
+    shares=mask / jnp.maximum(jnp.sum(mask), 1.0),
+    segment_ids=jnp.ones_like(zero, jnp.int32),
+    lag=zero,
+    num_tokens=jnp.sum(mask),
+    teacher_logprobs=best,
+    candidate_logprobs=jnp.take_along_axis(policy, ids, axis=-1),
+  )
+
+
+def _slow(teacher, policy, num):
+  """Writes the formula out in float64, for one place."""
+  order = sorted(range(_VOCAB), key=lambda v: -teacher[v])[:num]
+  p = [float(np.exp(teacher[v])) for v in order]
+  q = [float(np.exp(policy[v])) for v in order]
+  total = sum(a * np.log(a / b) for a, b in zip(p, q, strict=True))
+  if num < _VOCAB:
+    left, rest = 1 - sum(p), 1 - sum(q)
+    total += left * np.log(left / rest)
+  return total
+
+
+@pytest.mark.parametrize("num", [1, 2, 5, _VOCAB - 1, _VOCAB])
+def test_it_is_the_kl_of_the_best_tokens_and_one_for_the_rest(num):
+  policy, teacher = _tables()
+  loss, shown = distill.top(num).loss(_given(teacher, policy, num))
+  tables = np.asarray(teacher, np.float64)[0], np.asarray(policy, np.float64)[0]
+  each = [_slow(t, p, num) for t, p in zip(*tables, strict=True)]
+  np.testing.assert_allclose(loss, np.mean(each), rtol=1e-4)
+  # Never more than the whole, which it is for all tokens.
+  whole = np.sum(np.exp(tables[0]) * (tables[0] - tables[1]), axis=-1)
+  assert 0 < loss <= np.mean(whole) + 1e-5
+  if num == _VOCAB:
+    np.testing.assert_allclose(loss, np.mean(whole), rtol=1e-5)
+  assert not shown["loss/clip_fraction"].any()
+
+
+@pytest.mark.parametrize("num", [3, _VOCAB])
+def test_its_gradient_is_that_of_the_logits_of_tokens_and_rest(num):
+  _, teacher = _tables()
+  logits = jnp.asarray(np.random.default_rng(1).normal(size=teacher.shape))
+
+  def loss(logits):
+    policy = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return distill.top(num).loss(_given(teacher, policy, num))[0]
+
+  found = np.asarray(jax.grad(loss)(logits), np.float64)
+  p = np.asarray(jax.nn.softmax(teacher), np.float64)
+  q = np.asarray(jax.nn.softmax(logits), np.float64)
+  # The rest is one token, whose share falls on its members as they have it.
+  best = np.argsort(-p, axis=-1)[..., :num]
+  among = np.zeros_like(p, bool)
+  np.put_along_axis(among, best, True, axis=-1)
+  left = np.sum(p * ~among, -1, keepdims=True)
+  rest = np.sum(q * ~among, -1, keepdims=True)
+  wanted = q - np.where(among, p, left * q / np.where(rest > 0, rest, 1))
+  np.testing.assert_allclose(found, wanted / _LENGTH, atol=1e-6)
+
+
+@pytest.mark.parametrize("num", [1, 4, _VOCAB])
+def test_who_agrees_with_the_teacher_has_neither_loss_nor_gradient(num):
+  _, teacher = _tables()
+
+  def loss(logits):
+    policy = jax.nn.log_softmax(logits)
+    return distill.top(num).loss(_given(teacher, policy, num))[0]
+
+  value, slope = jax.value_and_grad(loss)(teacher)
+  np.testing.assert_allclose(value, 0, atol=1e-6)
+  np.testing.assert_allclose(slope, 0, atol=1e-6)
+
+
+def test_what_does_not_train_may_hold_anything():
+  policy, teacher = _tables()
+  mask = (1, 0, 1, 0, 0)
+  given = _given(teacher, policy, 3, mask)
+  bad = jnp.asarray(mask)[None, :, None] == 0
+
+  def loss(given, found):
+    return distill.top(3).loss(
+      dataclasses.replace(given, candidate_logprobs=found)
+    )[0]
+
+  clean = jax.value_and_grad(loss, argnums=1)(given, given.candidate_logprobs)
+  given = given.replace(
+    teacher_logprobs=jnp.where(bad, jnp.nan, given.teacher_logprobs)
+  )
+  found = jnp.where(bad, jnp.inf, given.candidate_logprobs)
+  value, slope = jax.value_and_grad(loss, argnums=1)(given, found)
+  assert value == clean[0] and not np.asarray(slope)[0, [1, 3, 4]].any()
+  np.testing.assert_array_equal(slope, clean[1])
+
+
+@pytest.mark.parametrize("gap", [30.0, 200.0])
+def test_a_policy_that_is_sure_of_something_else_has_a_finite_loss(gap):
+  teacher = jax.nn.log_softmax(jnp.zeros((1, 1, _VOCAB)).at[..., 0].set(gap))
+  policy = jax.nn.log_softmax(jnp.zeros((1, 1, _VOCAB)).at[..., 1].set(gap))
+  for one, other in ((teacher, policy), (policy, teacher), (teacher, teacher)):
+    given = _given(one, other, 2, (1,))
+
+    def loss(found, given=given):
+      return distill.top(2).loss(given.replace(candidate_logprobs=found))[0]
+
+    value, slope = jax.value_and_grad(loss)(given.candidate_logprobs)
+    assert np.isfinite(value) and np.isfinite(slope).all() and value >= -1e-6
+
+
+def test_num_is_refused_below_one_and_so_is_a_ratio_of_sequences():
+  with pytest.raises(types.InputError, match=r"algo.region.num: expected >= 1"):
+    divergence.TopK(0)
+  with pytest.raises(types.InputError, match=r"algo.ratio: expected token"):
+    small.plain(region=divergence.TopK(), ratio="sequence")
