@@ -71,6 +71,7 @@ class TrainState:
       uid and position.
     reference: weights that a KL, a teacher or a preference compares with; None
       where nothing does.
+    critic: a `training.critic.State`; None without one.
   """
 
   step: Int[Array, ""]
@@ -79,6 +80,7 @@ class TrainState:
   opt_state: Tree
   key: jax.Array
   reference: Tree = None
+  critic: Tree = None
 
 
 @record
@@ -114,6 +116,8 @@ class Batch:
     teacher_ids: the most probable tokens of a teacher in each place; None
       without one.
     teacher_logprobs: of these.
+    values: of the critic before the update; None without one, as the next.
+    returns: what the critic is to predict.
   """
 
   tokens: Int[Array, "B T"]
@@ -135,6 +139,8 @@ class Batch:
   reference_logprobs: Float[Array, "B T"]
   teacher_ids: Int[Array, "B T num"] | None = None
   teacher_logprobs: Float[Array, "B T num"] | None = None
+  values: Float[Array, "B T"] | None = None
+  returns: Float[Array, "B T"] | None = None
 
 
 @record
@@ -464,8 +470,17 @@ class Algorithm(Protocol):
     """Whether rollouts that the length limit ended are left out."""
     ...
 
+  @property
+  def critic(self) -> Any:
+    """The settings of its critic, `algos.baselines.Critic`; None without."""
+    ...
+
   def advantages(self, inputs: AdvantageInputs) -> Float[Array, "B T"]:
     """Gives each token its advantage."""
+    ...
+
+  def returns(self, inputs: AdvantageInputs) -> Float[Array, "B T"]:
+    """Gives each token what the critic is to predict, if there is one."""
     ...
 
   def shares(

@@ -14,6 +14,7 @@ from jaxrl_post.algos import (
   dpo,
   grpo,
   losses,
+  ppo,
   reducers,
   reinforce_pp,
 )
@@ -27,6 +28,15 @@ def _case(where, make, *args, **words):
   return pytest.param(
     where, functools.partial(make, *args, **words), id=f"{name}-{args}-{words}"
   )
+
+
+class _Oracle:
+  """Wants values, and is no critic that a step could train."""
+
+  needs = frozenset({"values", "luck"})
+
+  def advantages(self, inputs):
+    return inputs.values
 
 
 _REWARD = {"place": "reward"}
@@ -63,6 +73,24 @@ _CASES = [
   *(_case("baseline.gamma", baselines.Returns, x) for x in (-0.1, 2.0, _NAN)),
   _case("baseline.gamma", baselines.Critic, 1.5),
   _case("baseline.decay", baselines.Critic, 1.0, -1.0),
+  *(
+    _case("baseline.coef", baselines.Critic, model=model, coef=coef)
+    for model, coef in (
+      ("own", 0.1),
+      ("head", None),
+      ("head", -0.1),
+      ("head", _NAN),
+      ("head", _INF),
+    )
+  ),
+  *(
+    _case("baseline.clip", baselines.Critic, clip=x)
+    for x in (0.0, -0.2, _NAN, _INF)
+  ),
+  *(
+    _case("baseline.learning_rate", baselines.Critic, learning_rate=x)
+    for x in (-1e-5, _NAN, _INF)
+  ),
   *(_case("baseline.rewards", distill.objective, x) for x in (-1.0, _NAN)),
   *(_case("baseline.beta", dpo.objective, x) for x in (0.0, _NAN, _INF)),
   _case("reducer.length", reducers.Constant, 0),
@@ -85,7 +113,7 @@ _CASES = [
     correction=None,
     filters=(corrections.Importance(),),
   ),
-  _case("baseline", _OBJECTIVE, baseline=baselines.Critic()),
+  _case("baseline", _OBJECTIVE, baseline=_Oracle()),
   _case("kl.place", _OBJECTIVE, baseline=baselines.Teacher(), kl=_IN_REWARD),
   _case("kl.place", _OBJECTIVE, baseline=baselines.Preference(), kl=_IN_REWARD),
 ]
@@ -114,6 +142,7 @@ def test_impossible_settings_are_refused_by_name(where, make):
     ("kl.place", divergence.Kl(0.1), "loss, reward"),
     ("kl.gradient", divergence.Kl(0.1), "own, unbiased"),
     ("baseline.scale", baselines.Group(), "std, mean, none"),
+    ("baseline.model", baselines.Critic(), "own, head"),
     ("ratio", _OBJECTIVE(), "token, sequence, sequence_token"),
     ("proximal", _OBJECTIVE(), "recomputed, sampler, loglinear"),
   ],
@@ -128,9 +157,20 @@ def test_a_word_that_is_none_of_a_setting_is_refused(where, made, allowed):
   )
 
 
-def test_a_critic_is_refused_with_what_it_lacks():
-  with pytest.raises(types.InputError, match="Critic, which needs values"):
-    objectives.Objective(baseline=baselines.Critic())
+def test_a_baseline_is_refused_with_what_it_lacks():
+  with pytest.raises(types.InputError, match="_Oracle, which needs luck, val"):
+    objectives.Objective(baseline=_Oracle())
+
+
+@pytest.mark.parametrize("model", ["own", "head"])
+def test_ppo_has_a_critic_that_a_step_can_serve(model):
+  objective = ppo.objective(model, decay=0.95)
+  critic = objective.critic
+  assert critic is objective.baseline
+  assert (critic.gamma, critic.decay, critic.model) == (1.0, 0.95, model)
+  assert ppo.objective().critic.decay == 1.0
+  assert objective.region == losses.Clip(0.2, 0.2)
+  assert objective.ratio == "token" and objective.needs == {"values", "start"}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from jaxrl_post import types
 from jaxrl_post.algos import losses, sequences
 
 Scale: TypeAlias = Literal["std", "mean", "none"]
+CriticModel: TypeAlias = Literal["own", "head"]
 
 _EPS = 1e-6
 
@@ -283,24 +284,81 @@ class Critic:
     gamma: discount a token.
     decay: lambda: 0 trusts the critic, 1 the rewards.
     whiten: give advantages mean 0 and deviation 1 over the tokens of the step.
+    model: "own" is a second transformer of the policy's shape, which begins
+      with the policy's weights; "head" reads the policy's hidden states. Either
+      has a vector of the width for a head, which begins at 0.
+    learning_rate: of the optimizer of the second transformer, or of the head.
+      Its other settings are those of `optim`, with moments and a gradient norm
+      of its own.
+    clip: how far an update may move a value, in the unit of the rewards; None
+      sets no limit.
+    coef: with "head", factor of the value loss's gradient where it enters the
+      policy's weights; 0 leaves them to the policy. None with "own".
   """
 
   gamma: float = 1.0
   decay: float = 0.95
   whiten: bool = True
+  model: CriticModel = "own"
+  learning_rate: float = 1e-5
+  clip: float | None = 0.2
+  coef: float | None = None
   needs = frozenset({"values"})
 
   def __post_init__(self) -> None:
     _check_share("gamma", self.gamma)
     _check_share("decay", self.decay)
+    losses.check_choice("algo.baseline.model", self.model, CriticModel)
+    if self.model == "own":
+      fits, rule = self.coef is None, "none with model=own"
+    else:
+      fits = self.coef is not None and 0 <= self.coef < math.inf
+      rule = ">= 0 with model=head"
+    clips = self.clip is None or 0 < self.clip < math.inf
+    learns = 0 <= self.learning_rate < math.inf
+    rules = (
+      ("coef", fits, rule, "0.1 goes with head, none with own"),
+      ("clip", clips, "> 0, or none", "0.2 is usual"),
+      ("learning_rate", learns, ">= 0", "Ten times the policy's is usual"),
+    )
+    for name, holds, rule, advice in rules:
+      if not holds:
+        raise types.InputError(
+          f"algo.baseline.{name}: expected {rule}, got {getattr(self, name)}. "
+          f"{advice}."
+        )
 
   def advantages(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
     """Returns sums of decayed temporal differences."""
     advantage = self.estimate(inputs)
     return whiten(advantage, inputs.loss_mask) if self.whiten else advantage
 
+  def returns(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
+    """Returns what is to be predicted: advantages as they are, plus values."""
+    assert inputs.values is not None
+    values = jnp.where(inputs.loss_mask > 0, inputs.values, 0.0)
+    return self.estimate(inputs) + values
+
+  def losses(
+    self,
+    values: Float[Array, "B T"],
+    old_values: Float[Array, "B T"],
+    returns: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+  ) -> losses.TokenLosses:
+    """Returns `losses.value_losses` with this clip."""
+    return losses.value_losses(
+      values, old_values, returns, mask, clip=self.clip
+    )
+
   def estimate(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
-    """Returns advantages as they are; with the values, the critic's target."""
+    """Returns advantages as they are: sum of (gamma decay)^l delta_{t+l}.
+
+    With delta_t = r_t + gamma V_{t+1} - V_t, and V = 0 behind the last token
+    of a sequence, also of one that the length limit ended: its reward says all
+    that there is to say of it. The next token is the next that trains: those
+    of a tool in between take no time, have no value, and pass on what follows.
+    """
     mask, ids = inputs.loss_mask, inputs.segment_ids
     assert inputs.values is not None
     values = jnp.where(mask > 0, inputs.values, 0.0)

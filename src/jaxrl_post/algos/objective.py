@@ -71,7 +71,7 @@ OwnLoss = Callable[[jax.Array, types.LossInputs], jax.Array]
 
 Proximal: TypeAlias = Literal["recomputed", "sampler", "loglinear"]
 
-# What a step provides, see `Objective.needs`.
+# What a step provides, see `Objective.needs`; to a critic also "values".
 _PROVIDED = frozenset(
   {"reference", "old", "single_update", "pairs", "teacher", "candidates"}
 )
@@ -118,12 +118,13 @@ class Objective:
       raise types.InputError(
         f"algo.entropy: expected >= 0, got {self.entropy}. 0 goes without."
       )
-    missing = ", ".join(sorted(self.baseline.needs - _PROVIDED))
+    provided = _PROVIDED | ({"values"} if self.critic is not None else set())
+    missing = ", ".join(sorted(self.baseline.needs - provided))
     if missing:
       raise types.InputError(
         "algo.baseline: expected one that a step can serve, got "
         f"{type(self.baseline).__name__}, which needs {missing}. Take one that "
-        f"needs no more than {', '.join(sorted(_PROVIDED))}."
+        f"needs no more than {', '.join(sorted(provided))}."
       )
     self._check_pairs()
 
@@ -197,7 +198,7 @@ class Objective:
       (the same, if the batch has several updates), "single_update" (one update
       a batch), "pairs" (two rollouts of each prompt), "teacher" (a reference
       that is not the policy's own past), "candidates" (its most probable tokens
-      in each place).
+      in each place), "values" (a critic's).
     """
     needs = set(self.baseline.needs)
     if isinstance(self.region, divergence.TopK):
@@ -228,6 +229,13 @@ class Objective:
     """After how many batches the reference moves, 0 for never; and how far."""
     return (0, 1.0) if self.kl is None else (self.kl.every, self.kl.share)
 
+  @property
+  def critic(self) -> baselines.Critic | None:
+    """The settings of the critic; None without one."""
+    if isinstance(self.baseline, baselines.Critic):
+      return self.baseline
+    return None
+
   def shares(
     self,
     mask: Float[Array, "B T"],
@@ -243,17 +251,30 @@ class Objective:
     Returns:
       One number a token, 0 where the mask is 0.
     """
-    if self.kl is not None and self.kl.place == "reward":
-      assert inputs.reference_logprobs is not None
-      gap = divergence.estimate(
-        inputs.old_logprobs,
-        inputs.reference_logprobs,
-        inputs.loss_mask,
-        estimator=self.kl.estimator,
-      )
-      penalty = inputs.penalty + self.kl.coef * gap
-      inputs = dataclasses.replace(inputs, penalty=penalty)
-    return self.baseline.advantages(inputs)
+    return self.baseline.advantages(self._penalised(inputs))
+
+  def returns(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
+    """Says what the critic is to predict, of the same rewards as `advantages`.
+
+    Returns:
+      One number a token, 0 where the mask is 0.
+    """
+    assert self.critic is not None, "only of an objective with a critic"
+    return self.critic.returns(self._penalised(inputs))
+
+  def _penalised(self, inputs: types.AdvantageInputs) -> types.AdvantageInputs:
+    """Takes a KL in the reward off the rewards of tokens."""
+    if self.kl is None or self.kl.place != "reward":
+      return inputs
+    assert inputs.reference_logprobs is not None
+    gap = divergence.estimate(
+      inputs.old_logprobs,
+      inputs.reference_logprobs,
+      inputs.loss_mask,
+      estimator=self.kl.estimator,
+    )
+    penalty = inputs.penalty + self.kl.coef * gap
+    return dataclasses.replace(inputs, penalty=penalty)
 
   def loss(
     self, inputs: types.LossInputs

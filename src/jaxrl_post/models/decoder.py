@@ -62,6 +62,39 @@ class Model:
       )
 
 
+def states(
+  decoder: Decoder,
+  params: types.Tree,
+  *,
+  tokens: Int[Array, "B T"],
+  positions: Int[Array, "B T"],
+  segment_ids: Int[Array, "B T"],
+  prefix_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+  """Returns the hidden state behind each token, after the last norm.
+
+  Args:
+    decoder: the model.
+    params: weights.
+    tokens: ids.
+    positions: as in `transformer.forward`, likewise those that follow.
+    segment_ids: which tokens are one sequence, or a piece of one.
+    prefix_ids: the piece before; None where all are whole.
+  """
+  hidden, _ = transformer.forward(
+    params,
+    decoder.config,
+    tokens,
+    positions,
+    segment_ids=segment_ids,
+    prefix_ids=prefix_ids,
+    dtype=decoder.dtype,
+    remat=decoder.remat,
+    sharding=decoder.sharding,
+  )
+  return hidden
+
+
 def logprobs(
   decoder: Decoder,
   params: types.Tree,
@@ -73,6 +106,7 @@ def logprobs(
   temperature: Float[Array, "B T"],
   wanted: Bool[Array, "B T"] | None = None,
   candidates: Int[Array, "B T num"] | None = None,
+  hidden: Float[Array, "B T D"] | None = None,
 ) -> tuple[Float[Array, "B T *num"], Float[Array, "B T"]]:
   """Scores every token of each row, given the tokens before it.
 
@@ -88,13 +122,22 @@ def logprobs(
       logits.
     candidates: other ids that are scored in the place of each token, behind the
       token itself: log-probabilities are then [B, T, 1 + num].
+    hidden: what `states` returns for these tokens, where it is at hand.
 
   Returns:
     Log-probabilities and entropies in nats, aligned with `tokens`; 0 where not
     wanted, and at the first position, which nothing predicts. The first token
     of a later segment is scored by the segment before it, which means nothing.
   """
-  hidden = _hidden(decoder, params, tokens, positions, segment_ids, prefix_ids)
+  if hidden is None:
+    hidden = states(
+      decoder,
+      params,
+      tokens=tokens,
+      positions=positions,
+      segment_ids=segment_ids,
+      prefix_ids=prefix_ids,
+    )
   targets = tokens
   if candidates is not None:
     targets = jnp.concatenate([tokens[..., None], candidates], axis=-1)
@@ -146,7 +189,14 @@ def most_probable(
     Ids, the most probable first, and their log-probabilities, aligned with
     `tokens`; without a gradient, and 0 where not wanted.
   """
-  hidden = _hidden(decoder, params, tokens, positions, segment_ids, prefix_ids)
+  hidden = states(
+    decoder,
+    params,
+    tokens=tokens,
+    positions=positions,
+    segment_ids=segment_ids,
+    prefix_ids=prefix_ids,
+  )
   temperature, wanted = jax.tree.map(
     lambda x: jnp.roll(x, -1, axis=1), (temperature, wanted)
   )
@@ -161,28 +211,6 @@ def most_probable(
     sharding=decoder.sharding,
   )
   return _aligned(ids), _aligned(found)
-
-
-def _hidden(
-  decoder: Decoder,
-  params: types.Tree,
-  tokens: jax.Array,
-  positions: jax.Array,
-  *pieces: jax.Array | None,
-) -> jax.Array:
-  """Returns the last hidden states of tokens in segments."""
-  segment_ids, prefix_ids = pieces
-  return transformer.forward(
-    params,
-    decoder.config,
-    tokens,
-    positions,
-    segment_ids=segment_ids,
-    prefix_ids=prefix_ids,
-    dtype=decoder.dtype,
-    remat=decoder.remat,
-    sharding=decoder.sharding,
-  )[0]
 
 
 def _aligned(x: jax.Array) -> jax.Array:

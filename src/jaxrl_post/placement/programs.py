@@ -26,6 +26,7 @@ from jaxrl_post.placement import publish as publishing
 from jaxrl_post.placement import trainer as trainers
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import programs as sampling_programs
+from jaxrl_post.training import critic as critics
 from jaxrl_post.training import optim
 
 _Lock: TypeAlias = contextlib.AbstractContextManager[Any]
@@ -241,6 +242,7 @@ def build(
   def trainer(
     algo: types.Algorithm, optimizer: optim.Optim, num_steps: int
   ) -> trainers.Trainer:
+    num_updates = num_steps * optimizer.updates
     return trainers.build(
       placed.training,
       params=params,
@@ -248,7 +250,8 @@ def build(
         decoder, sharding=meshes.token_sharding(placed.training)
       ),
       algo=algo,
-      optimizer=optim.build(optimizer, num_steps * optimizer.updates),
+      optimizer=optim.build(optimizer, num_updates),
+      critic_optimizer=critics.optimizer(algo.critic, optimizer, num_updates),
       cut=optimizer,
       key=key,
       keep_params=publisher.aliases,

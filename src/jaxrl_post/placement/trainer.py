@@ -12,6 +12,7 @@ import optax
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.placement import mesh as meshes
+from jaxrl_post.training import critic as critics
 from jaxrl_post.training import optim, step
 
 Metrics = dict[str, jax.Array]
@@ -49,6 +50,7 @@ def build(
   decoder: decoders.Decoder,
   algo: types.Algorithm,
   optimizer: optax.GradientTransformation,
+  critic_optimizer: optax.GradientTransformation | None = None,
   cut: optim.Optim,
   key: jax.Array,
   keep_params: bool,
@@ -63,11 +65,12 @@ def build(
     decoder: the model.
     algo: advantages and loss.
     optimizer: from `training.optim.build`, or any optax transformation.
+    critic_optimizer: from `training.critic.optimizer`, if `algo` has a critic.
     cut: microbatches, minibatches and epochs of a batch.
     key: the run's key.
     keep_params: leave the weights alive in `update`, because the policy is an
       alias of them; otherwise their memory is used again.
-    park: keep the optimizer's state in the host's memory between updates.
+    park: keep the state of optimizers in the host's memory between updates.
     lock: held around every launch.
 
   Returns:
@@ -78,9 +81,8 @@ def build(
   """
   # A tree of shardings takes the record's place: not arrays, hence Any.
   whole: Any = jax.sharding.NamedSharding(mesh, jax.P())
-  has_reference = "reference" in algo.needs
   init = functools.partial(
-    step.init, optimizer=optimizer, reference=has_reference
+    _init, algo=algo, optimizer=optimizer, critic_optimizer=critic_optimizer
   )
   shapes = jax.eval_shape(init, params, key)
   by_leaf = jax.tree.map(lambda x: x.sharding, params)
@@ -88,24 +90,28 @@ def build(
     step=whole,
     version=whole,
     params=by_leaf,
-    opt_state=optax.tree.map_params(
-      optimizer,
-      lambda _, sharding: sharding,
-      shapes.opt_state,
-      by_leaf,
-      transform_non_params=lambda _: whole,
-    ),
+    opt_state=_moments(optimizer, shapes.opt_state, by_leaf, whole),
     key=whole,
-    reference=by_leaf if has_reference else None,
+    reference=by_leaf if "reference" in algo.needs else None,
+    critic=_critic_shardings(
+      algo, critic_optimizer, shapes.critic, by_leaf, whole
+    ),
   )
 
   @functools.partial(jax.jit, out_shardings=shardings)
   def start(params: types.Tree, key: jax.Array) -> types.TrainState:
     return init(params, key)
 
-  @functools.partial(jax.jit, in_shardings=(by_leaf, shardings.reference, None))
+  own = _critic_weights(shardings)
+
+  @functools.partial(
+    jax.jit, in_shardings=(by_leaf, shardings.reference, own, None)
+  )
   def score(
-    params: types.Tree, reference: types.Tree, batch: types.Batch
+    params: types.Tree,
+    reference: types.Tree,
+    critic: types.Tree,
+    batch: types.Batch,
   ) -> types.Batch:
     scored = step.score(
       params,
@@ -113,6 +119,7 @@ def build(
       decoder=decoder,
       algo=algo,
       reference=reference,
+      critic=critic,
       microbatches=cut.microbatches * cut.minibatches,
       updates=cut.updates,
     )
@@ -134,6 +141,7 @@ def build(
       decoder=decoder,
       algo=algo,
       optimizer=optimizer,
+      critic_optimizer=critic_optimizer,
       microbatches=cut.microbatches,
       minibatches=cut.minibatches,
       epochs=cut.epochs,
@@ -150,11 +158,10 @@ def build(
   resting = _parked(shardings, mesh) if park else shardings
 
   def move(state: types.TrainState, to: types.TrainState) -> types.TrainState:
-    """Brings the optimizer's state to its place for the next stage."""
+    """Brings the state of optimizers to its place for the next stage."""
     if not park:
       return state
-    moved = jax.device_put(state.opt_state, to.opt_state)
-    return dataclasses.replace(state, opt_state=moved)
+    return _replace_moments(state, jax.device_put(_all(state), _all(to)))
 
   def launch_start(params: types.Tree) -> types.TrainState:
     with lock:
@@ -162,7 +169,8 @@ def build(
 
   def launch_score(state: types.TrainState, batch: types.Batch) -> types.Batch:
     with lock:
-      return score(state.params, state.reference, batch)
+      own = _critic_weights(state)
+      return score(state.params, state.reference, own, batch)
 
   def launch_update(
     state: types.TrainState, batch: types.Batch
@@ -192,10 +200,80 @@ def _lie(mesh: jax.sharding.Mesh, x: Any) -> jax.sharding.NamedSharding:
   return jax.sharding.NamedSharding(mesh, jax.P())
 
 
+def _init(
+  params: types.Tree,
+  key: jax.Array,
+  *,
+  algo: types.Algorithm,
+  optimizer: optax.GradientTransformation,
+  critic_optimizer: optax.GradientTransformation | None,
+) -> types.TrainState:
+  """Returns the state before the first update of what the algorithm needs."""
+  return step.init(
+    params,
+    key,
+    optimizer,
+    reference="reference" in algo.needs,
+    critic=critics.start(params, algo.critic, critic_optimizer),
+  )
+
+
+def _critic_shardings(
+  algo: types.Algorithm,
+  optimizer: optax.GradientTransformation | None,
+  critic: critics.State | None,
+  by_leaf: types.Tree,
+  whole: jax.sharding.NamedSharding,
+) -> critics.State | None:
+  """Returns how a critic lies, from its shapes and the policy's shardings."""
+  if critic is None or optimizer is None:
+    return None
+  own = critics.shardings(by_leaf, algo.critic, whole)
+  moments = _moments(optimizer, critic.opt_state, own, whole)
+  return critics.State(params=own, opt_state=moments)
+
+
+def _moments(
+  optimizer: optax.GradientTransformation,
+  opt_state: types.Tree,
+  by_leaf: types.Tree,
+  whole: jax.sharding.NamedSharding,
+) -> types.Tree:
+  """Returns how an optimizer's state lies: as the weights that it is of."""
+  return optax.tree.map_params(
+    optimizer,
+    lambda _, sharding: sharding,
+    opt_state,
+    by_leaf,
+    transform_non_params=lambda _: whole,
+  )
+
+
+def _critic_weights(state: types.TrainState) -> types.Tree:
+  return None if state.critic is None else state.critic.params
+
+
+def _all(state: types.TrainState) -> tuple[types.Tree, types.Tree]:
+  """Returns the states of both optimizers."""
+  critic = state.critic
+  return state.opt_state, None if critic is None else critic.opt_state
+
+
+def _replace_moments(
+  state: types.TrainState, moments: tuple[types.Tree, types.Tree]
+) -> types.TrainState:
+  """Puts back what `_all` took out."""
+  state, critic = dataclasses.replace(state, opt_state=moments[0]), state.critic
+  if critic is None:
+    return state
+  critic = dataclasses.replace(critic, opt_state=moments[1])
+  return dataclasses.replace(state, critic=critic)
+
+
 def _parked(
   shardings: types.TrainState, mesh: jax.sharding.Mesh
 ) -> types.TrainState:
-  """Returns shardings with the optimizer's state in the host's memory."""
+  """Returns shardings with the state of optimizers in the host's memory."""
   device = mesh.local_mesh.devices.flat[0]
   kinds = sorted(memory.kind for memory in device.addressable_memories())
   if _HOST not in kinds:
@@ -203,9 +281,5 @@ def _parked(
       f"placement.park: expected devices with {_HOST} memory, got "
       f"{device.platform} with {', '.join(kinds)}. Leave optimizer out."
     )
-  return dataclasses.replace(
-    shardings,
-    opt_state=jax.tree.map(
-      lambda s: s.with_memory_kind(_HOST), shardings.opt_state
-    ),
-  )
+  resting = jax.tree.map(lambda s: s.with_memory_kind(_HOST), _all(shardings))
+  return _replace_moments(shardings, resting)

@@ -13,10 +13,13 @@ from jaxtyping import Array, Float, Int
 from jaxrl_post import types
 from jaxrl_post.algos import sequences
 from jaxrl_post.models import decoder as decoders
+from jaxrl_post.training import critic as critics
 from jaxrl_post.training import diagnostics
 
 # Numbers of a step: those that add up over microbatches, and largest ones.
 _Sums = dict[str, jax.Array]
+# Gives some rows a number for each token.
+_OfTokens = Callable[[types.Batch], jax.Array]
 
 
 def init(
@@ -25,6 +28,7 @@ def init(
   optimizer: optax.GradientTransformation,
   *,
   reference: bool = False,
+  critic: critics.State | None = None,
 ) -> types.TrainState:
   """Returns the state before the first update: step 0, version 0.
 
@@ -33,6 +37,7 @@ def init(
     key: random key of the rollouts.
     optimizer: from `optim.build`, or any optax transformation.
     reference: keep a copy of the weights as the reference policy.
+    critic: from `critic.start`; None where the algorithm has none.
   """
   return types.TrainState(
     step=jnp.zeros((), jnp.int32),
@@ -42,6 +47,7 @@ def init(
     key=key,
     # A copy: the update uses the memory of the weights again.
     reference=jax.tree.map(jnp.copy, params) if reference else None,
+    critic=critic,
   )
 
 
@@ -61,6 +67,7 @@ def score(
   decoder: decoders.Decoder,
   algo: types.Algorithm,
   reference: types.Tree = None,
+  critic: types.Tree = None,
   microbatches: int = 1,
   updates: int = 1,
 ) -> types.Batch:
@@ -72,13 +79,15 @@ def score(
     decoder: the model.
     algo: gives the advantages.
     reference: weights of the reference policy, if `algo` needs them.
+    critic: weights of the critic, likewise.
     microbatches: parts the rows are cut into; divides B.
     updates: that the batch will have.
 
   Returns:
-    The batch with advantages, with old and reference log-probabilities where
-    they are needed, and with `loss_mask` 0 on sequences without a reward, and
-    on truncated ones if the algorithm leaves them out.
+    The batch with advantages, with old and reference log-probabilities, and
+    values and returns, where they are needed, and with `loss_mask` 0 on
+    sequences without a reward, and on truncated ones if the algorithm leaves
+    them out.
   """
   valid = jnp.isfinite(batch.rewards)
   if algo.mask_truncated:
@@ -86,14 +95,20 @@ def score(
   valid = sequences.gather(valid.astype(jnp.float32), batch.sequence)
   batch = dataclasses.replace(batch, loss_mask=batch.loss_mask * valid)
   if needs_old(algo, updates):
-    old = _each(decoder, params, batch, microbatches)
+    old = _each(_scored(decoder, params), batch, microbatches)
     batch = dataclasses.replace(batch, old_logprobs=old)
   known = None
   if "reference" in algo.needs:
     if reference is None:
       raise ValueError("score: expected a reference, got none")
-    known = _each(decoder, reference, batch, microbatches)
+    known = _each(_scored(decoder, reference), batch, microbatches)
     batch = dataclasses.replace(batch, reference_logprobs=known)
+  if algo.critic is not None:
+    if critic is None:
+      raise ValueError("score: expected a critic, got none")
+    trunk = critic if algo.critic.model == "own" else params
+    values = _each(_valued(decoder, trunk, critic), batch, microbatches)
+    batch = dataclasses.replace(batch, values=values)
   inputs = types.AdvantageInputs(
     rewards=batch.rewards,
     group_ids=batch.group_ids,
@@ -104,7 +119,10 @@ def score(
     penalty=jnp.zeros_like(batch.loss_mask),
     old_logprobs=batch.old_logprobs,
     reference_logprobs=known,
+    values=batch.values,
   )
+  if algo.critic is not None:
+    batch = dataclasses.replace(batch, returns=algo.returns(inputs))
   return dataclasses.replace(batch, advantages=algo.advantages(inputs))
 
 
@@ -115,6 +133,7 @@ def update(
   decoder: decoders.Decoder,
   algo: types.Algorithm,
   optimizer: optax.GradientTransformation,
+  critic_optimizer: optax.GradientTransformation | None = None,
   microbatches: int = 1,
   minibatches: int = 1,
   epochs: int = 1,
@@ -127,6 +146,7 @@ def update(
     decoder: the model.
     algo: gives the loss.
     optimizer: from `optim.build`, or any optax transformation.
+    critic_optimizer: likewise from `critic.optimizer`, if `algo` has a critic.
     microbatches: parts the rows of an update are cut into. Parts at the end
       that no token trains in are left out.
     minibatches: updates that share the rows; with `microbatches` divides B.
@@ -135,18 +155,21 @@ def update(
   Returns:
     The next state and scalar metrics, see `diagnostics.over_updates`. `step` is
     one higher. An update in which no token trains, or of which loss, gradient
-    or update is not finite, leaves weights and optimizer bit for bit as they
-    were; `loss/skipped` is 1 and `version` stays if all are such, otherwise
-    `version` is one higher. Loss and gradient are the same for any
-    `microbatches`. The reference policy is as before, or moved as the algorithm
-    says.
+    or update is not finite, the policy's or the critic's, leaves the weights
+    and optimizers of both bit for bit as they were; `loss/skipped` is 1 and
+    `version` stays if all are such, otherwise `version` is one higher. Loss and
+    gradient are the same for any `microbatches`. The reference policy is as
+    before, or moved as the algorithm says.
   """
   updates = minibatches * epochs
+  if algo.critic is not None and (not state.critic or not critic_optimizer):
+    raise ValueError("update: expected a critic and its optimizer, got none")
   one = functools.partial(
     _update,
     decoder=decoder,
     algo=algo,
     optimizer=optimizer,
+    critic_optimizer=critic_optimizer,
     microbatches=microbatches,
     is_old=needs_old(algo, updates),
   )
@@ -163,6 +186,8 @@ def update(
       again, state, jnp.arange(updates) % minibatches
     )
     metrics = diagnostics.over_updates(metrics)
+  if algo.critic is not None:
+    metrics["loss/explained_variance"] = critics.explained(batch)
   applied = 1 - metrics["loss/skipped"].astype(jnp.int32)
   state = dataclasses.replace(
     state, step=state.step + 1, version=version + applied
@@ -186,15 +211,19 @@ def _update(
   decoder: decoders.Decoder,
   algo: types.Algorithm,
   optimizer: optax.GradientTransformation,
+  critic_optimizer: optax.GradientTransformation | None = None,
   microbatches: int,
   is_old: bool,
 ) -> tuple[types.TrainState, dict[str, jax.Array]]:
   """Takes one optimizer step; neither `step` nor `version` changes."""
   num_tokens = jnp.sum(batch.loss_mask)
   shares = algo.shares(batch.loss_mask, batch.sequence, batch.rollout_ids)
+  critic = None if algo.critic is None else state.critic
 
-  def loss_fn(params: types.Tree, part: types.Batch, shares: jax.Array):
-    logprobs, entropy = _logprobs(decoder, params, part)
+  def loss_fn(weights: types.Tree, part: types.Batch, shares: jax.Array):
+    params, own = weights
+    hidden = _states(decoder, params, part)
+    logprobs, entropy = _logprobs(decoder, params, part, hidden)
     old = part.old_logprobs if is_old else jax.lax.stop_gradient(logprobs)
     lag = jnp.maximum(state.version - part.policy_versions, 0)
     lag = jnp.where(part.loss_mask > 0, lag, 0)
@@ -221,20 +250,28 @@ def _update(
       inputs, part.policy_versions, state.version
     )
     sums |= apart
+    if algo.critic is not None:
+      if algo.critic.model == "own":
+        hidden = _states(decoder, own, part)
+      worth, shown = critics.loss(algo.critic, own, hidden, part, num_tokens)
+      loss, sums = loss + worth, sums | shown
     return loss, jax.lax.stop_gradient((sums, most))
 
-  grads, sums, most = _accumulate(
-    loss_fn, state.params, batch, shares, microbatches
+  weights = state.params, None if critic is None else critic.params
+  (grads, own), sums, most = _accumulate(
+    loss_fn, weights, batch, shares, microbatches
   )
   metrics = diagnostics.whole(sums, most)
   norm = optax.tree.norm(grads)
   # A NaN that a comparison swallowed leaves the gradient finite, but not the
   # loss.
-  finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss/policy"])
+  losses = metrics["loss/policy"] + metrics.get("loss/value", 0.0)
+  finite = jnp.isfinite(norm) & jnp.isfinite(losses)
   with jax.numpy_dtype_promotion("standard"):  # optax mixes int and float
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   update_norm = optax.tree.norm(updates)
-  applies = finite & jnp.isfinite(update_norm) & (num_tokens > 0)
+  new_critic, learns = critics.propose(critic, own, critic_optimizer)
+  applies = finite & learns & jnp.isfinite(update_norm) & (num_tokens > 0)
   params = optax.apply_updates(state.params, updates)
 
   def keep(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -244,6 +281,9 @@ def _update(
     state,
     params=jax.tree.map(keep, params, state.params),
     opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+    critic=state.critic
+    if critic is None
+    else jax.tree.map(keep, new_critic, critic),
   )
   metrics |= {
     "loss/grad_norm": norm,
@@ -255,8 +295,25 @@ def _update(
   return new_state, metrics
 
 
-def _logprobs(
+def _states(
   decoder: decoders.Decoder, params: types.Tree, batch: types.Batch
+) -> Float[Array, "B T D"]:
+  """Returns the hidden state behind each token."""
+  return decoders.states(
+    decoder,
+    params,
+    tokens=batch.tokens,
+    positions=batch.positions,
+    segment_ids=batch.segment_ids,
+    prefix_ids=batch.prefix_ids,
+  )
+
+
+def _logprobs(
+  decoder: decoders.Decoder,
+  params: types.Tree,
+  batch: types.Batch,
+  hidden: Float[Array, "B T D"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Scores the tokens that train; log-probabilities and entropies, else 0."""
   return decoders.logprobs(
@@ -268,22 +325,34 @@ def _logprobs(
     prefix_ids=batch.prefix_ids,
     temperature=sequences.gather(batch.temperature, batch.sequence, fill=1.0),
     wanted=batch.loss_mask > 0,
+    hidden=hidden,
+  )
+
+
+def _scored(decoder: decoders.Decoder, params: types.Tree) -> _OfTokens:
+  """Returns what finds the log-probabilities of some rows."""
+  return lambda part: _logprobs(decoder, params, part)[0]
+
+
+def _valued(
+  decoder: decoders.Decoder, trunk: types.Tree, critic: types.Tree
+) -> _OfTokens:
+  """Returns what finds the values of some rows; `trunk` runs under them."""
+  return lambda part: critics.values(
+    critic, _states(decoder, trunk, part), part.loss_mask > 0
   )
 
 
 def _each(
-  decoder: decoders.Decoder,
-  params: types.Tree,
-  batch: types.Batch,
-  microbatches: int,
+  find: _OfTokens, batch: types.Batch, microbatches: int
 ) -> Float[Array, "B T"]:
-  """Returns log-probabilities, a microbatch at a time."""
+  """Returns a number for each token, found a microbatch at a time."""
   if microbatches == 1:
-    return _logprobs(decoder, params, batch)[0]
+    return find(batch)
   parts = _cut(batch, microbatches)
 
   def one(number: jax.Array, found: jax.Array) -> jax.Array:
-    made = _logprobs(decoder, params, _part(batch, parts, number))[0]
+    made = find(_part(batch, parts, number))
     return jax.lax.dynamic_update_index_in_dim(found, made, number, 0)
 
   found = jnp.zeros_like(parts["loss_mask"])
@@ -293,7 +362,7 @@ def _each(
 
 def _accumulate(
   loss_fn: Callable[..., Any],
-  params: types.Tree,
+  weights: types.Tree,
   batch: types.Batch,
   shares: Float[Array, "B T"],
   microbatches: int,
@@ -301,14 +370,14 @@ def _accumulate(
   """Sums gradients and metrics over microbatches."""
   grad_fn = jax.grad(loss_fn, has_aux=True)
   if microbatches == 1:
-    grads, (sums, most) = grad_fn(params, batch, shares)
+    grads, (sums, most) = grad_fn(weights, batch, shares)
     return grads, sums, most
   parts, cut = _cut(batch, microbatches), _cut_rows(shares, microbatches)
 
   def one(number: jax.Array):
     part = _part(batch, parts, number)
     here = jax.lax.dynamic_index_in_dim(cut, number, keepdims=False)
-    grads, (sums, most) = grad_fn(params, part, here)
+    grads, (sums, most) = grad_fn(weights, part, here)
     return grads, sums, most
 
   def add(number: jax.Array, total: tuple[Any, _Sums, _Sums]):
@@ -327,7 +396,8 @@ def _accumulate(
 def _cut(batch: types.Batch, parts: int) -> dict[str, jax.Array]:
   """Cuts what is a row a row into parts, as a new first dim."""
   fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-  return {k: _cut_rows(x, parts) for k, x in fields.items() if x.ndim == 2}
+  fields = {k: x for k, x in fields.items() if x is not None and x.ndim == 2}
+  return {k: _cut_rows(x, parts) for k, x in fields.items()}
 
 
 def _cut_rows(x: Array, parts: int) -> Array:
