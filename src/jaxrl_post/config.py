@@ -78,11 +78,12 @@ class Run:
   logged_groups: int = 1
 
   def __post_init__(self) -> None:
+    least = 1 if "values" in self.algo.needs else 2
     rules = (
       ("num_steps", self.num_steps >= 1, ">= 1"),
       ("groups_per_step", self.groups_per_step >= 1, ">= 1"),
-      # A group of one has no other rollout to be compared with.
-      ("group_size", self.group_size >= 2, ">= 2"),
+      # A group of one has no other rollout to be compared with, but a critic.
+      ("group_size", self.group_size >= least, f">= {least}"),
       ("max_lag", self.max_lag >= 0, ">= 0"),
       # Random keys take 32 bits of a seed.
       ("seed", 0 <= self.seed < 2**32, "in [0, 2**32)"),
@@ -148,6 +149,12 @@ def _check_algorithm(run: Run) -> None:
       "group_size",
       "2 with an algorithm that compares the two rollouts of a prompt",
       str(run.group_size),
+    ),
+    (
+      run.group_size > 1 or not run.stream.filter_zero_signal,
+      "stream.filter_zero_signal",
+      "false with group_size=1, where it would leave out every group",
+      "true",
     ),
     (
       "single_update" not in needs or cfg.updates == 1,

@@ -11,6 +11,8 @@ import threading
 from typing import Any
 
 from jaxrl_post import config, types
+from jaxrl_post.algos import objective as objectives
+from jaxrl_post.algos import ppo
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.data import pack as packing
 from jaxrl_post.models import decoder, transformer
@@ -196,3 +198,25 @@ def from_folder() -> config.Run:
   run = get_config()
   folder = str(pathlib.Path("no") / "such" / "model")
   return dataclasses.replace(run, model=decoder.Model(path=folder))
+
+
+def with_critic() -> config.Run:
+  """PPO, with a second transformer as its critic."""
+  return dataclasses.replace(
+    get_config(), algo=_learning_fast(ppo.objective("own"))
+  )
+
+
+def with_critic_head() -> config.Run:
+  """PPO, with a second head on the policy; a rollout for each prompt."""
+  return dataclasses.replace(
+    get_config(),
+    algo=_learning_fast(ppo.objective("head")),
+    groups_per_step=16,
+    group_size=1,
+  )
+
+
+def _learning_fast(algo: objectives.Objective) -> objectives.Objective:
+  critic = dataclasses.replace(algo.baseline, learning_rate=1e-2)
+  return dataclasses.replace(algo, baseline=critic)

@@ -131,9 +131,8 @@ def test_returns_go_back_from_0_behind_the_end_and_over_tools(gamma, decay):
 
 
 @_MODELS
-@pytest.mark.parametrize("clip", [None, 0.2])
-def test_value_loss_and_gradient_agree_with_the_slow_ones(model, clip):
-  algo = making.algorithm(model, clip=clip)
+def test_value_loss_and_gradient_agree_with_the_slow_ones(model):
+  algo = making.algorithm(model)
   state, batch = making.start(algo), making.packed()
   score, update = making.steps(algo)
   scored = score(state.params, batch, critic=making.own(state))
@@ -153,12 +152,12 @@ def test_value_loss_and_gradient_agree_with_the_slow_ones(model, clip):
       strict=True,
     )
   ]
-  loss, slopes, clipped = reference.loss(slow, clip)
+  loss, slopes, clipped = reference.loss(slow, algo.critic.clip)
   np.testing.assert_allclose(metrics["loss/value"], loss, atol=1e-5)
   np.testing.assert_allclose(
     metrics["loss/value_clip_fraction"], clipped, atol=1e-6
   )
-  assert (0 < clipped < 1) == (clip is not None)
+  assert 0 < clipped < 1
   by_trunk, by_head = _slow_gradient(trunk, head.astype(np.float32), slopes)
   policy, own = _gradients(after)
   np.testing.assert_allclose(own.pop(making.HEAD), by_head, atol=1e-5)
@@ -166,7 +165,7 @@ def test_value_loss_and_gradient_agree_with_the_slow_ones(model, clip):
     _close(own, by_trunk, 1e-5)
     return
   # The policy's own gradient is what is left where none of the critic enters.
-  apart = making.algorithm(model, clip=clip, coef=0.0)
+  apart = making.algorithm(model, coef=0.0)
   alone, _ = making.steps(apart)[1](state, scored)
   alone, own = _gradients(alone)
   np.testing.assert_allclose(own[making.HEAD], by_head, atol=1e-5)
@@ -190,7 +189,7 @@ def test_a_second_model_leaves_the_policy_its_gradient():
 
 @_MODELS
 def test_packing_changes_no_gradient_of_a_critic(model):
-  algo = making.algorithm(model, clip=0.2)
+  algo = making.algorithm(model)
   batch = making.packed()
   one = making.train(algo, batch)
   two = making.train(algo, making.apart(batch))
@@ -200,8 +199,7 @@ def test_packing_changes_no_gradient_of_a_critic(model):
   _close(_gradients(one[1]), _gradients(two[1]), 1e-5)
 
 
-@_MODELS
-@pytest.mark.parametrize("microbatches", [2, 8])
+@pytest.mark.parametrize(("model", "microbatches"), [("own", 8), ("head", 2)])
 def test_c11_microbatches_change_no_gradient_of_a_critic(model, microbatches):
   algo = making.algorithm(model)
   scored, one, m = making.train(algo, making.packed())
@@ -209,7 +207,7 @@ def test_c11_microbatches_change_no_gradient_of_a_critic(model, microbatches):
   cut, two, n = making.train(algo, batch, microbatches=microbatches)
   for key in m:
     np.testing.assert_allclose(m[key], n[key], rtol=1e-5, atol=1e-5)
-  _close(_gradients(one), _gradients(two), 1e-6)
+  _close(_gradients(one), _gradients(two), 1e-5)
   for name in ("values", "returns"):
     _close(
       _rows(getattr(scored, name), making.packed()),
@@ -220,7 +218,7 @@ def test_c11_microbatches_change_no_gradient_of_a_critic(model, microbatches):
 
 @_MODELS
 def test_updates_of_a_batch_are_those_of_its_parts_one_by_one(model):
-  algo = making.algorithm(model, clip=0.05)
+  algo = making.algorithm(model, clip=0.02)
   batch = making.packed(minibatches=2)
   scored, got, metrics = making.train(algo, batch, minibatches=2, epochs=2)
   one = jax.jit(
@@ -304,7 +302,7 @@ def test_the_first_critic_is_the_policy_with_a_head_of_0():
 
 def test_without_values_a_token_is_worth_its_reward():
   """Lambda and gamma 1: what is left of PPO is REINFORCE, and REINFORCE++."""
-  batch = making.packed()
+  batch = jax.tree.map(jnp.asarray, making.packed())
   for whiten, plain in (
     (False, baselines.Batch(whiten=False)),
     (True, baselines.Returns()),
@@ -315,7 +313,7 @@ def test_without_values_a_token_is_worth_its_reward():
     other = objectives.Objective(baseline=plain)
     want = step.score(state.params, batch, decoder=making.DECODER, algo=other)
     np.testing.assert_allclose(found.advantages, want.advantages, atol=1e-5)
-    rewards = np.append(batch.rewards, 0)[batch.sequence]
+    rewards = np.append(batch.rewards, 0)[np.asarray(batch.sequence)]
     np.testing.assert_allclose(
       found.returns, np.nan_to_num(rewards) * batch.loss_mask, atol=1e-6
     )
@@ -443,6 +441,7 @@ def test_an_algorithm_without_a_critic_leaves_one_alone():
 def test_what_a_critic_lacks_is_said():
   algo = making.algorithm()
   state, batch = making.start(algo), making.packed()
+  batch = jax.tree.map(jnp.asarray, batch)
   words = {"decoder": making.DECODER, "algo": algo}
   with pytest.raises(ValueError, match="score: expected a critic, got none"):
     step.score(state.params, batch, **words)

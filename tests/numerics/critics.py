@@ -82,7 +82,7 @@ def apart(batch):
 def algorithm(model="own", **options):
   """Returns PPO whose critic learns fast, and is not whitened."""
   made = ppo.objective(model)
-  words = {"learning_rate": 0.01, "whiten": False, "clip": None, **options}
+  words = {"learning_rate": 0.01, "whiten": False, **options}
   critic = made.critic
   assert isinstance(critic, baselines.Critic)
   return dataclasses.replace(
@@ -92,6 +92,11 @@ def algorithm(model="own", **options):
 
 def tx(algo):
   return critics.optimizer(algo.critic, SETTINGS, 20)
+
+
+def laid(sharding):
+  """Returns the model whose rows and positions lie on a mesh."""
+  return dataclasses.replace(DECODER, sharding=sharding)
 
 
 def policy_tx():
