@@ -49,7 +49,7 @@ class Run:
     debug: batches on disk, to look at and to train on once more.
     num_steps: batches to train on.
     groups_per_step: prompts in a batch.
-    group_size: rollouts of each prompt.
+    group_size: rollouts of each prompt; 1 only with a critic.
     max_lag: how many versions a trained token may be behind the trainer.
     mask_stale_tokens: train, of each rollout, only the tokens of its newest
       version; those that older weights sampled stay as context.

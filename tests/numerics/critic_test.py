@@ -192,7 +192,7 @@ def test_packing_changes_no_gradient_of_a_critic(model):
   algo = making.algorithm(model)
   batch = making.packed()
   one = making.train(algo, batch)
-  two = making.train(algo, making.apart(batch))
+  two = making.train(algo, making.apart())
   assert one[2].keys() == two[2].keys()
   for key in one[2]:
     np.testing.assert_allclose(one[2][key], two[2][key], rtol=1e-4, atol=1e-5)
@@ -212,7 +212,7 @@ def test_c11_microbatches_change_no_gradient_of_a_critic(model, microbatches):
     _close(
       _rows(getattr(scored, name), making.packed()),
       _rows(getattr(cut, name), batch),
-      1e-6,
+      1e-5,
     )
 
 
@@ -252,8 +252,9 @@ def test_updates_of_a_batch_are_those_of_its_parts_one_by_one(model):
 def test_values_do_not_see_their_neighbours_in_a_row(model):
   algo = making.algorithm(model)
   batch, state = making.packed(), making.start(algo)
-  row = int(np.flatnonzero((batch.segment_ids == 2).any(axis=1))[0])
-  first = batch.segment_ids[row] == 1
+  follows = batch.prefix_ids != batch.segment_ids
+  row = int(np.flatnonzero(follows.any(axis=1))[0])
+  first = batch.sequence[row] == batch.sequence[row, follows[row].argmax()]
   other = dataclasses.replace(batch, tokens=batch.tokens.copy())
   other.tokens[row, first] = (other.tokens[row, first] + 1) % 64
   score = making.steps(algo)[0]

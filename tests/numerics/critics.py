@@ -13,6 +13,7 @@ from jaxrl_post.data import pack
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.training import critic as critics
 from jaxrl_post.training import optim, step
+from tests.numerics import laying
 from tests.unit import engines as making
 
 CONFIG = making.CONFIG
@@ -27,10 +28,11 @@ HEAD = "value_head"
 def groups(rewards=REWARDS, versions=0):
   """Makes two groups of three; tokens 1 and 2 of long ones are of a tool."""
   draw, made = np.random.default_rng(0), []
+  asked = [draw.integers(0, 64, size).tolist() for size in (3, 2)]
   for number, reward in enumerate(rewards):
     prompt = types.Prompt(
       uid=number // 3,
-      tokens=tuple(draw.integers(0, 64, 1 + number % 3).tolist()),
+      tokens=tuple(asked[number // 3 % 2]),
       text="",
       reference=None,
     )
@@ -61,22 +63,14 @@ def groups(rewards=REWARDS, versions=0):
 
 
 def packed(given=None, **cut):
-  return pack.pack(given or groups(), rows=ROWS, length=LENGTH, **cut)
+  return pack.pack(
+    given or groups(), pack.Layout(rows=ROWS, length=LENGTH, **cut)
+  )
 
 
-def apart(batch):
+def apart(given=None):
   """Returns the same sequences with a row for each."""
-  fields = {k: x for k, x in vars(batch).items() if x is not None}
-  plain = vars(pack.pack((), rows=ROWS, length=LENGTH))
-  for number in range(NUM):
-    at = batch.sequence == number
-    size = int(at.sum())
-    for name, x in fields.items():
-      if x.ndim == 2:
-        plain[name][number, :size] = x[at]
-    plain["segment_ids"][number, :size] = 1
-  tables = {name: x for name, x in fields.items() if x.ndim == 1}
-  return types.Batch(**{**plain, **tables})
+  return laying.apart(given or groups(), pack.Layout(rows=ROWS, length=LENGTH))
 
 
 def algorithm(model="own", **options):
@@ -156,6 +150,7 @@ def states(params, batch):
     tokens=jnp.asarray(batch.tokens),
     positions=jnp.asarray(batch.positions),
     segment_ids=jnp.asarray(batch.segment_ids),
+    prefix_ids=jnp.asarray(batch.prefix_ids),
   )
 
 

@@ -25,6 +25,7 @@ from jaxrl_post.algos import (
   gspo,
   losses,
   maxrl,
+  ppo,
   reducers,
   reinforce,
   reinforce_pp,
@@ -65,6 +66,7 @@ _FLOATS = (
   "reference_logprobs",
   "lag",
   "turn_rewards",
+  "values",
 )
 VARIANTS = (
   "packed",
@@ -82,7 +84,7 @@ VARIANTS = (
 @functools.cache
 def tokens() -> list[dict[str, np.ndarray]]:
   """Draws the numbers of each sequence's tokens, those off the mask too."""
-  rng = np.random.default_rng(7)
+  rng, worth = np.random.default_rng(7), np.random.default_rng(8)
   found = []
   for group, _, _, prompt, trained in _SPECS:
     size = prompt + len(trained)
@@ -98,6 +100,7 @@ def tokens() -> list[dict[str, np.ndarray]]:
       "reference_logprobs": new + rng.normal(0, 0.4, size),
       "lag": rng.integers(0, 4, size).astype(float),
       "turn_rewards": turns if group in {1, 3} else np.zeros(size),
+      "values": worth.normal(0.5, 0.5, size),
       "loss_mask": mask,
     }
     # The reference reads the numbers that float32 holds.
@@ -213,7 +216,7 @@ def _stack(found: dict[str, np.ndarray]) -> jax.Array:
 @functools.cache
 def loss_inputs() -> dict[str, jax.Array]:
   """Returns what all objectives read, each variant after the other."""
-  names = [*_FLOATS[:-1], "loss_mask", "segment_ids"]
+  names = [*_FLOATS[:-2], "loss_mask", "segment_ids"]
   return {
     name: _stack({v: laid.rows[name] for v, laid in variants().items()})
     for name in names
@@ -259,6 +262,7 @@ def advantages(name: str) -> jax.Array:
         penalty=np.where(off, bad, 0.0).astype(np.float32),
         old_logprobs=rows["old_logprobs"],
         reference_logprobs=rows["reference_logprobs"],
+        values=rows["values"],
       )
     )
     assert np.all(np.asarray(found)[off] == 0), variant
@@ -329,6 +333,10 @@ def _named():
       _grpo(baseline=baselines.Returns(gamma=0.9)),
       _by(bind(returns, gamma=0.9)),
     ),
+    "ppo": (
+      bind(ppo.objective, decay=0.9),
+      _by(bind(reference.critic, decay=0.9)),
+    ),
     "maxrl": (maxrl.objective, _by(mean)),
     "sft": (
       sft.objective,
@@ -386,7 +394,6 @@ ALGORITHMS = {**_named(), **_parts()}
 _IN_REWARD = divergence.Kl(0.1, place="reward")
 # What no correction, reducer or proximal policy makes possible.
 IMPOSSIBLE = {
-  "critic": _grpo(baseline=baselines.Critic()),
   "score_sequence": _grpo(region=losses.Score(), ratio="sequence"),
   "score_sequence_token": _grpo(region=losses.Score(), ratio="sequence_token"),
   "cispo_sequence": _grpo(region=losses.Cispo(), ratio="sequence"),
@@ -399,7 +406,9 @@ IMPOSSIBLE = {
 SILENT = {
   name
   for name in ALGORITHMS
-  if not name.startswith(("sft", "distill", "k1", "k2", "k3", "score_k3"))
+  if not name.startswith(
+    ("sft", "distill", "k1", "k2", "k3", "score_k3", "ppo")
+  )
   and name != "returns_discounted"
 }
 

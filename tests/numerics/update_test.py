@@ -33,6 +33,7 @@ from jaxrl_post.models import spec, transformer
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.placement import trainer as trainers
 from jaxrl_post.training import optim, step
+from tests.numerics import laying
 from tests.unit import engines as making
 
 _CONFIG = making.CONFIG
@@ -95,20 +96,8 @@ def _groups(seed=0, rewards=(1, 0, 0.5, 1, 0, 0)):
 
 
 def _apart():
-  """Returns the same sequences with a row for each, prompt and all."""
-  plain, alone = vars(_packed()), pack.Layout(rows=1, length=_LONGEST)
-  rollouts = [r for group in _groups() for r in group.rollouts]
-  for name, empty in vars(_packed(())).items():
-    if empty.ndim == 2:
-      plain[name] = empty
-  for number, rollout in enumerate(rollouts):
-    group = types.Group(prompt=rollout.prompt, rollouts=(rollout,))
-    one = pack.pack([group], alone)
-    for name in plain:
-      if plain[name].ndim == 2:
-        plain[name][number] = vars(one)[name][0]
-    plain["sequence"][number] = np.where(one.sequence[0] == 0, number, _ROWS)
-  return types.Batch(**plain)
+  """Returns the same sequences with a row for each."""
+  return laying.apart(_groups(), pack.Layout(rows=_ROWS, length=_LONGEST))
 
 
 def _packed(groups=None, **cut):

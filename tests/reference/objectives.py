@@ -24,6 +24,7 @@ class Sampled:
   entropy: tuple[float, ...]
   lag: tuple[float, ...]
   turn_rewards: tuple[float, ...]
+  values: tuple[float, ...]
   reward: float
   group: int
   rollout: int
@@ -168,6 +169,19 @@ def gae(
       total += (gamma * decay) ** (later - t) * delta
     found.append(total)
   return found
+
+
+def critic(
+  batch: Batch, kl: Any, *, gamma: float = 1.0, decay: float
+) -> PerToken:
+  """PPO: generalised advantages of a critic's values, whitened over tokens."""
+  rows = []
+  for s in batch:
+    earned = token_extra(s, kl)
+    if earned and math.isfinite(s.reward):
+      earned[-1] += s.reward
+    rows.append(gae(earned, s.values, gamma=gamma, decay=decay))
+  return whitened(rows)
 
 
 def teacher(batch: Batch, kl: Any, *, rewards: float = 0.0) -> PerToken:
