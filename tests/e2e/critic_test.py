@@ -110,3 +110,26 @@ def test_half_a_critic_is_refused_in_one_line(run, assignments, expected):
 def test_a_critic_is_set_from_the_command_line(assignments, found):
   critic = config.override(_with(ppo.objective()), assignments).algo.critic
   assert (critic.model, critic.coef, critic.decay) == found
+
+
+def test_ppo_with_a_critic_learns_to_sort_letters(tmp_path):
+  """The first eighth of the demo, in turn on one device, so that it repeats."""
+  run = config.load("tiny", runs.ROOT / "experiments")
+  run = config.override(
+    dataclasses.replace(run, algo=ppo.objective()),
+    (
+      "algo.baseline.learning_rate=1e-3",
+      "checkpoint.every=0",
+      "evaluation.every=0",
+      "max_lag=0",
+      "num_steps=56",
+      "placement.cpu_devices=8",
+      "placement.generation.data=1",
+      "placement.mode=colocated",
+      "placement.training.fsdp=1",
+      "stream.asynchronous=false",
+    ),
+  )
+  loop.run(run, prepare.prepare(run), tmp_path)
+  right = [line["reward/part/exact"] for line in runs.metrics(tmp_path)]
+  assert np.mean(right[-10:]) > np.mean(right[:10]) + 0.1
