@@ -17,8 +17,17 @@ import subprocess
 import sys
 import tempfile
 
-from jaxrl_post import config, types
-from jaxrl_post.algos import cispo, dapo, grpo, gspo, reinforce_pp, rloo, sapo
+from jaxrl_post import config
+from jaxrl_post.algos import (
+  algorithm,
+  cispo,
+  dapo,
+  grpo,
+  gspo,
+  reinforce_pp,
+  rloo,
+  sapo,
+)
 from jaxrl_post.runtime import summary
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -26,7 +35,7 @@ _GOAL = 0.9
 _LIMIT_S = 1800
 
 
-def _with(algo: types.Algorithm) -> config.Run:
+def _with(algo: algorithm.Algorithm) -> config.Run:
   run = config.load("tiny", _ROOT / "experiments")
   return dataclasses.replace(run, algo=algo)
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_post import types
-from jaxrl_post.algos import grpo
+from jaxrl_post.algos import algorithm, grpo
 from jaxrl_post.data import dataset
 from jaxrl_post.envs import evaluate, schedule
 from jaxrl_post.models import decoder
@@ -60,7 +60,7 @@ class Run:
   model: decoder.Model
   data: dataset.Data
   rewards: pool.Rewards
-  algo: types.Algorithm = grpo.objective()
+  algo: algorithm.Algorithm = grpo.objective()
   optim: optims.Optim = optims.Optim()
   sampling: engine.Sampling = engine.Sampling()
   stream: schedule.StreamConfig = schedule.StreamConfig()

@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import (
   Any,
   Literal,
-  Protocol,
   TypeVar,
   dataclass_transform,
-  runtime_checkable,
 )
 
 import flax.struct
@@ -441,66 +439,6 @@ class Group:
 
   prompt: Prompt
   rollouts: tuple[Rollout, ...]
-
-
-@runtime_checkable
-class Algorithm(Protocol):
-  """Turns rewards into advantages and log-probabilities into a loss.
-
-  `algos.objective.Objective` is the one that all named algorithms are made of.
-  """
-
-  @property
-  def needs(self) -> frozenset[str]:
-    """What a step has to provide, see `algos.objective.Objective.needs`."""
-    ...
-
-  @property
-  def corrects(self) -> bool:
-    """Whether it weighs tokens for what the sampler's policy was."""
-    ...
-
-  @property
-  def reference_moves(self) -> tuple[int, float]:
-    """After how many batches the reference moves, 0 for never; and how far."""
-    ...
-
-  @property
-  def mask_truncated(self) -> bool:
-    """Whether rollouts that the length limit ended are left out."""
-    ...
-
-  @property
-  def critic(self) -> Any:
-    """The settings of its critic, `algos.baselines.Critic`; None without."""
-    ...
-
-  def advantages(self, inputs: AdvantageInputs) -> Float[Array, "B T"]:
-    """Gives each token its advantage."""
-    ...
-
-  def returns(self, inputs: AdvantageInputs) -> Float[Array, "B T"]:
-    """Gives each token what the critic is to predict, if there is one."""
-    ...
-
-  def shares(
-    self,
-    mask: Float[Array, "B T"],
-    sequence: Int[Array, "B T"],
-    rollout_ids: Int[Array, " N"],
-  ) -> Float[Array, "B T"]:
-    """Gives each token its share in the loss of the step."""
-    ...
-
-  def loss(
-    self, inputs: LossInputs
-  ) -> tuple[Float[Array, ""], dict[str, jax.Array]]:
-    """Gives the share of some rows in the step's loss, and metrics.
-
-    Of these, [B, T] numbers are averaged over the trained tokens of the step,
-    and scalars added up.
-    """
-    ...
 
 
 # A reward: the rollout and the reference of its prompt to a number, or to

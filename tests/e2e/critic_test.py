@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post import config, loop, prepare, types
-from jaxrl_post.algos import dpo, grpo, ppo, sft
+from jaxrl_post.algos import algorithm, dpo, grpo, ppo, sft
 from tests.e2e import runs
 
 _EACH = pytest.mark.parametrize("exp", ["with_critic", "with_critic_head"])
@@ -59,7 +59,7 @@ def test_a_policy_is_published_without_its_critic(exp):
   assert jax.tree.structure(plain.abstract.params) == jax.tree.structure(drawn)
 
 
-def _with(algo: types.Algorithm, **options) -> config.Run:
+def _with(algo: algorithm.Algorithm, **options) -> config.Run:
   return dataclasses.replace(runs.configured(), algo=algo, **options)
 
 

@@ -421,7 +421,7 @@ def test_explained_variance_is_of_values_before_the_update(model):
 def test_a_critic_learns_what_its_batch_returns(model):
   algo = making.algorithm(model)
   state, explained, losses = making.start(algo, seed=None), [], []
-  for _ in range(40):
+  for _ in range(80):
     _, state, metrics = making.train(algo, making.packed(), state)
     explained.append(float(metrics["loss/explained_variance"]))
     losses.append(float(metrics["loss/value"]))

@@ -1,14 +1,20 @@
 """Distillation over the most probable tokens of a teacher."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxrl_post import types
 from jaxrl_post.algos import distill, divergence
+from jaxrl_post.models import transformer
+from jaxrl_post.training import step
+from tests.numerics import critics as batches
+from tests.unit import engines as making
 from tests.unit import objective_inputs as small
 
 _VOCAB, _LENGTH = 12, 5
@@ -45,11 +51,11 @@ def _given(teacher, policy, num, mask=(1,) * _LENGTH):
 
 def _slow(teacher, policy, num):
   """Writes the formula out in float64, for one place."""
-  order = sorted(range(_VOCAB), key=lambda v: -teacher[v])[:num]
+  order = sorted(range(len(teacher)), key=lambda v: -teacher[v])[:num]
   p = [float(np.exp(teacher[v])) for v in order]
   q = [float(np.exp(policy[v])) for v in order]
   total = sum(a * np.log(a / b) for a, b in zip(p, q, strict=True))
-  if num < _VOCAB:
+  if num < len(teacher):
     left, rest = 1 - sum(p), 1 - sum(q)
     total += left * np.log(left / rest)
   return total
@@ -145,3 +151,89 @@ def test_num_is_refused_below_one_and_so_is_a_ratio_of_sequences():
     divergence.TopK(0)
   with pytest.raises(types.InputError, match=r"algo.ratio: expected token"):
     small.plain(region=divergence.TopK(), ratio="sequence")
+
+
+# -------------------------------------------------------------------- the step
+
+
+def _teacher():
+  return making.params(batches.CONFIG, seed=5)
+
+
+def _steps(num, **cut):
+  algo = distill.top(num)
+  score = functools.partial(step.score, decoder=batches.DECODER, algo=algo)
+  update = functools.partial(
+    step.update,
+    decoder=batches.DECODER,
+    algo=algo,
+    optimizer=batches.policy_tx(),
+    **cut,
+  )
+  return jax.jit(score, static_argnames="microbatches"), jax.jit(update)
+
+
+def _start():
+  params = making.params(batches.CONFIG)
+  return step.init(params, jax.random.key(1), batches.policy_tx())
+
+
+def _tables_of(params, batch):
+  """Returns log-probabilities of all ids in the place of each token."""
+  logits = transformer.logits(
+    params, batches.CONFIG, batches.states(params, batch)
+  )
+  return np.roll(np.asarray(jax.nn.log_softmax(logits), np.float64), 1, axis=1)
+
+
+def test_the_step_scores_the_teachers_best_in_the_place_of_each_token():
+  batch, num = batches.packed(), 5
+  score, update = _steps(num)
+  state = _start()
+  scored = score(state.params, batch, reference=_teacher())
+  tables = [_tables_of(p, batch) for p in (_teacher(), state.params)]
+  keep = batch.loss_mask > 0
+  best = np.argsort(-tables[0], axis=-1)[..., :num]
+  np.testing.assert_array_equal(scored.teacher_ids[keep], best[keep])
+  each = [
+    _slow(t, p, num) for t, p in zip(*(x[keep] for x in tables), strict=True)
+  ]
+  _, metrics = update(state, scored)
+  np.testing.assert_allclose(metrics["loss/policy"], np.mean(each), rtol=1e-4)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_microbatches_change_nothing(microbatches):
+  def run(number):
+    batch = batches.packed(microbatches=number)
+    score, update = _steps(4, microbatches=number)
+    state = _start()
+    scored = score(
+      state.params, batch, reference=_teacher(), microbatches=number
+    )
+    return update(state, scored)
+
+  (one, m), (two, n) = run(1), run(microbatches)
+  for name in m:
+    np.testing.assert_allclose(m[name], n[name], rtol=1e-4, atol=1e-6)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6),
+    optax.tree.get(one.opt_state, "mu"),
+    optax.tree.get(two.opt_state, "mu"),
+  )
+
+
+def test_a_policy_comes_closer_to_its_teacher():
+  score, update = _steps(8)
+  state, batch, losses = _start(), batches.packed(), []
+  for _ in range(20):
+    scored = score(state.params, batch, reference=_teacher())
+    state, metrics = update(state, scored)
+    losses.append(float(metrics["loss/policy"]))
+  assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_step_without_a_teacher_is_refused():
+  score, _ = _steps(2)
+  with pytest.raises(ValueError, match="expected a reference, got none"):
+    score(_start().params, batches.packed())

@@ -130,16 +130,15 @@ def most_probable(
   """
   places = temperature.shape
   ids = jnp.zeros((*places, 1), jnp.int32)
-  cut, head, tokens, order = jax.lax.stop_gradient(
-    _begin(
-      params,
-      cfg,
-      (hidden, ids, temperature),
-      chunk=chunk,
-      wanted=wanted,
-      sharding=sharding,
-    )
+  cut, head, tokens, order = _begin(
+    params,
+    cfg,
+    (hidden, ids, temperature),
+    chunk=chunk,
+    wanted=wanted,
+    sharding=sharding,
   )
+  head, tokens = jax.lax.stop_gradient((head, tokens))
   found = _top(cut, head, tokens, order, num)
   return jax.tree.map(lambda x: _finish(x, places, wanted, sharding), found)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post import types
+from jaxrl_post.algos import algorithm
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import quantize, transformer, weights
 from jaxrl_post.models import spec as specs
@@ -52,7 +53,7 @@ class Programs:
 
   meshes: meshes.Meshes
   num_devices: int
-  trainer: Callable[[types.Algorithm, optim.Optim, int], trainers.Trainer]
+  trainer: Callable[[algorithm.Algorithm, optim.Optim, int], trainers.Trainer]
   draw: Callable[[], types.Tree]
   publisher: publishing.Publisher
   steps: sampling_programs.Steps | None
@@ -240,7 +241,7 @@ def build(
   )
 
   def trainer(
-    algo: types.Algorithm, optimizer: optim.Optim, num_steps: int
+    algo: algorithm.Algorithm, optimizer: optim.Optim, num_steps: int
   ) -> trainers.Trainer:
     num_updates = num_steps * optimizer.updates
     return trainers.build(

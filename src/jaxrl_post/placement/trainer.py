@@ -10,6 +10,7 @@ import jax
 import optax
 
 from jaxrl_post import types
+from jaxrl_post.algos import algorithm
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.training import critic as critics
@@ -48,7 +49,7 @@ def build(
   *,
   params: types.Tree,
   decoder: decoders.Decoder,
-  algo: types.Algorithm,
+  algo: algorithm.Algorithm,
   optimizer: optax.GradientTransformation,
   critic_optimizer: optax.GradientTransformation | None = None,
   cut: optim.Optim,
@@ -92,7 +93,7 @@ def build(
     params=by_leaf,
     opt_state=_moments(optimizer, shapes.opt_state, by_leaf, whole),
     key=whole,
-    reference=by_leaf if "reference" in algo.needs else None,
+    reference=by_leaf if step.needs_reference(algo) else None,
     critic=_critic_shardings(
       algo, critic_optimizer, shapes.critic, by_leaf, whole
     ),
@@ -195,7 +196,8 @@ def build(
 
 def _lie(mesh: jax.sharding.Mesh, x: Any) -> jax.sharding.NamedSharding:
   """Says how an array of a batch lies: by rows and tokens, or whole."""
-  if x.ndim == 2:
+  if x.ndim >= 2:
+    # As tokens do, and what there is of a token not cut.
     return meshes.token_sharding(mesh)
   return jax.sharding.NamedSharding(mesh, jax.P())
 
@@ -204,7 +206,7 @@ def _init(
   params: types.Tree,
   key: jax.Array,
   *,
-  algo: types.Algorithm,
+  algo: algorithm.Algorithm,
   optimizer: optax.GradientTransformation,
   critic_optimizer: optax.GradientTransformation | None,
 ) -> types.TrainState:
@@ -213,13 +215,13 @@ def _init(
     params,
     key,
     optimizer,
-    reference="reference" in algo.needs,
+    reference=step.needs_reference(algo),
     critic=critics.start(params, algo.critic, critic_optimizer),
   )
 
 
 def _critic_shardings(
-  algo: types.Algorithm,
+  algo: algorithm.Algorithm,
   optimizer: optax.GradientTransformation | None,
   critic: critics.State | None,
   by_leaf: types.Tree,

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
-from jaxrl_post.algos import sequences
+from jaxrl_post.algos import algorithm, sequences
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.training import critic as critics
 from jaxrl_post.training import diagnostics
@@ -19,7 +19,7 @@ from jaxrl_post.training import diagnostics
 # Numbers of a step: those that add up over microbatches, and largest ones.
 _Sums = dict[str, jax.Array]
 # Gives some rows a number for each token.
-_OfTokens = Callable[[types.Batch], jax.Array]
+_OfTokens = Callable[[types.Batch], Any]
 
 
 def init(
@@ -51,7 +51,7 @@ def init(
   )
 
 
-def needs_old(algo: types.Algorithm, updates: int) -> bool:
+def needs_old(algo: algorithm.Algorithm, updates: int) -> bool:
   """Whether the old log-probabilities take a pass of their own.
 
   Before the only update of a batch they are the ones that the update computes
@@ -60,12 +60,17 @@ def needs_old(algo: types.Algorithm, updates: int) -> bool:
   return "old" in algo.needs or (updates > 1 and "start" in algo.needs)
 
 
+def needs_reference(algo: algorithm.Algorithm) -> bool:
+  """Whether the weights of a reference policy, or of a teacher, are needed."""
+  return not algo.needs.isdisjoint({"reference", "candidates"})
+
+
 def score(
   params: types.Tree,
   batch: types.Batch,
   *,
   decoder: decoders.Decoder,
-  algo: types.Algorithm,
+  algo: algorithm.Algorithm,
   reference: types.Tree = None,
   critic: types.Tree = None,
   microbatches: int = 1,
@@ -84,10 +89,10 @@ def score(
     updates: that the batch will have.
 
   Returns:
-    The batch with advantages, with old and reference log-probabilities, and
-    values and returns, where they are needed, and with `loss_mask` 0 on
-    sequences without a reward, and on truncated ones if the algorithm leaves
-    them out.
+    The batch with advantages, with old and reference log-probabilities, a
+    teacher's candidates, and values and returns, where they are needed, and
+    with `loss_mask` 0 on sequences without a reward, and on truncated ones if
+    the algorithm leaves them out.
   """
   valid = jnp.isfinite(batch.rewards)
   if algo.mask_truncated:
@@ -98,9 +103,13 @@ def score(
     old = _each(_scored(decoder, params), batch, microbatches)
     batch = dataclasses.replace(batch, old_logprobs=old)
   known = None
+  if needs_reference(algo) and reference is None:
+    raise ValueError("score: expected a reference, got none")
+  if algo.candidates:
+    find = _probable(decoder, reference, algo.candidates)
+    ids, found = _each(find, batch, microbatches)
+    batch = dataclasses.replace(batch, teacher_ids=ids, teacher_logprobs=found)
   if "reference" in algo.needs:
-    if reference is None:
-      raise ValueError("score: expected a reference, got none")
     known = _each(_scored(decoder, reference), batch, microbatches)
     batch = dataclasses.replace(batch, reference_logprobs=known)
   if algo.critic is not None:
@@ -131,7 +140,7 @@ def update(
   batch: types.Batch,
   *,
   decoder: decoders.Decoder,
-  algo: types.Algorithm,
+  algo: algorithm.Algorithm,
   optimizer: optax.GradientTransformation,
   critic_optimizer: optax.GradientTransformation | None = None,
   microbatches: int = 1,
@@ -209,7 +218,7 @@ def _update(
   batch: types.Batch,
   *,
   decoder: decoders.Decoder,
-  algo: types.Algorithm,
+  algo: algorithm.Algorithm,
   optimizer: optax.GradientTransformation,
   critic_optimizer: optax.GradientTransformation | None = None,
   microbatches: int,
@@ -223,28 +232,19 @@ def _update(
   def loss_fn(weights: types.Tree, part: types.Batch, shares: jax.Array):
     params, own = weights
     hidden = _states(decoder, params, part)
-    logprobs, entropy = _logprobs(decoder, params, part, hidden)
-    old = part.old_logprobs if is_old else jax.lax.stop_gradient(logprobs)
-    lag = jnp.maximum(state.version - part.policy_versions, 0)
-    lag = jnp.where(part.loss_mask > 0, lag, 0)
-    has_reference = "reference" in algo.needs
-    inputs = types.LossInputs(
-      logprobs=logprobs,
-      entropy=entropy,
-      old_logprobs=old,
-      sampler_logprobs=part.sampler_logprobs,
-      reference_logprobs=part.reference_logprobs if has_reference else None,
-      advantages=part.advantages,
-      loss_mask=part.loss_mask,
+    inputs = _loss_inputs(
+      algo,
+      part,
+      _logprobs(decoder, params, part, hidden, candidates=part.teacher_ids),
+      version=state.version,
+      is_old=is_old,
       shares=shares,
-      segment_ids=part.segment_ids,
-      lag=lag.astype(jnp.float32),
       num_tokens=num_tokens,
     )
     loss, shown = algo.loss(inputs)
     pulls = jax.grad(
       lambda x: algo.loss(dataclasses.replace(inputs, logprobs=x))[0]
-    )(jax.lax.stop_gradient(logprobs))
+    )(jax.lax.stop_gradient(inputs.logprobs))
     sums = {"loss/policy": loss, **diagnostics.of_tokens(inputs, shown, pulls)}
     apart, most = diagnostics.mismatch(
       inputs, part.policy_versions, state.version
@@ -295,6 +295,40 @@ def _update(
   return new_state, metrics
 
 
+def _loss_inputs(
+  algo: algorithm.Algorithm,
+  part: types.Batch,
+  scores: tuple[Float[Array, "B T *num"], Float[Array, "B T"]],
+  *,
+  version: Int[Array, ""],
+  is_old: bool,
+  **whole: jax.Array,
+) -> types.LossInputs:
+  """Puts together what the loss sees of some rows; `whole` is of the step."""
+  logprobs, entropy = scores
+  candidates = None
+  if part.teacher_ids is not None:
+    logprobs, candidates = logprobs[..., 0], logprobs[..., 1:]
+  old = part.old_logprobs if is_old else jax.lax.stop_gradient(logprobs)
+  lag = jnp.maximum(version - part.policy_versions, 0)
+  lag = jnp.where(part.loss_mask > 0, lag, 0)
+  has_reference = "reference" in algo.needs
+  return types.LossInputs(
+    logprobs=logprobs,
+    entropy=entropy,
+    old_logprobs=old,
+    sampler_logprobs=part.sampler_logprobs,
+    reference_logprobs=part.reference_logprobs if has_reference else None,
+    advantages=part.advantages,
+    loss_mask=part.loss_mask,
+    segment_ids=part.segment_ids,
+    lag=lag.astype(jnp.float32),
+    teacher_logprobs=part.teacher_logprobs,
+    candidate_logprobs=candidates,
+    **whole,
+  )
+
+
 def _states(
   decoder: decoders.Decoder, params: types.Tree, batch: types.Batch
 ) -> Float[Array, "B T D"]:
@@ -314,7 +348,8 @@ def _logprobs(
   params: types.Tree,
   batch: types.Batch,
   hidden: Float[Array, "B T D"] | None = None,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+  candidates: Int[Array, "B T num"] | None = None,
+) -> tuple[Float[Array, "B T *num"], Float[Array, "B T"]]:
   """Scores the tokens that train; log-probabilities and entropies, else 0."""
   return decoders.logprobs(
     decoder,
@@ -326,12 +361,30 @@ def _logprobs(
     temperature=sequences.gather(batch.temperature, batch.sequence, fill=1.0),
     wanted=batch.loss_mask > 0,
     hidden=hidden,
+    candidates=candidates,
   )
 
 
 def _scored(decoder: decoders.Decoder, params: types.Tree) -> _OfTokens:
   """Returns what finds the log-probabilities of some rows."""
   return lambda part: _logprobs(decoder, params, part)[0]
+
+
+def _probable(
+  decoder: decoders.Decoder, teacher: types.Tree, num: int
+) -> _OfTokens:
+  """Returns what finds a teacher's most probable tokens for some rows."""
+  return lambda part: decoders.most_probable(
+    decoder,
+    teacher,
+    num,
+    tokens=part.tokens,
+    positions=part.positions,
+    segment_ids=part.segment_ids,
+    prefix_ids=part.prefix_ids,
+    temperature=sequences.gather(part.temperature, part.sequence, fill=1.0),
+    wanted=part.loss_mask > 0,
+  )
 
 
 def _valued(
@@ -343,21 +396,30 @@ def _valued(
   )
 
 
-def _each(
-  find: _OfTokens, batch: types.Batch, microbatches: int
-) -> Float[Array, "B T"]:
-  """Returns a number for each token, found a microbatch at a time."""
+def _each(find: _OfTokens, batch: types.Batch, microbatches: int) -> Any:
+  """Returns what is found of each token, a microbatch at a time."""
   if microbatches == 1:
     return find(batch)
   parts = _cut(batch, microbatches)
 
-  def one(number: jax.Array, found: jax.Array) -> jax.Array:
-    made = find(_part(batch, parts, number))
-    return jax.lax.dynamic_update_index_in_dim(found, made, number, 0)
+  def part(number: jax.Array) -> Any:
+    return find(_part(batch, parts, number))
 
-  found = jnp.zeros_like(parts["loss_mask"])
+  def one(number: jax.Array, found: Any) -> Any:
+    return jax.tree.map(
+      lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, number, 0),
+      found,
+      part(number),
+    )
+
+  shape = jax.eval_shape(part, jnp.zeros((), jnp.int32))
+  found = jax.tree.map(
+    lambda s: jnp.zeros((microbatches, *s.shape), s.dtype), shape
+  )
   found = jax.lax.fori_loop(0, _count(parts["loss_mask"]), one, found)
-  return found.swapaxes(0, 1).reshape(batch.tokens.shape)
+  return jax.tree.map(
+    lambda x: x.swapaxes(0, 1).reshape(*batch.tokens.shape, *x.shape[3:]), found
+  )
 
 
 def _accumulate(
@@ -396,7 +458,7 @@ def _accumulate(
 def _cut(batch: types.Batch, parts: int) -> dict[str, jax.Array]:
   """Cuts what is a row a row into parts, as a new first dim."""
   fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-  fields = {k: x for k, x in fields.items() if x is not None and x.ndim == 2}
+  fields = {k: x for k, x in fields.items() if x is not None and x.ndim > 1}
   return {k: _cut_rows(x, parts) for k, x in fields.items()}
 
 
