@@ -113,7 +113,7 @@ def test_a_critic_is_set_from_the_command_line(assignments, found):
 
 
 def test_ppo_with_a_critic_learns_to_sort_letters(tmp_path):
-  """The first eighth of the demo, in turn on one device, so that it repeats."""
+  """A part of the demo, in turn on one device, so that it repeats itself."""
   run = config.load("tiny", runs.ROOT / "experiments")
   run = config.override(
     dataclasses.replace(run, algo=ppo.objective()),
@@ -122,14 +122,18 @@ def test_ppo_with_a_critic_learns_to_sort_letters(tmp_path):
       "checkpoint.every=0",
       "evaluation.every=0",
       "max_lag=0",
-      "num_steps=56",
+      "num_steps=32",
+      "optim.schedule=constant",
       "placement.cpu_devices=8",
       "placement.generation.data=1",
       "placement.mode=colocated",
       "placement.training.fsdp=1",
       "stream.asynchronous=false",
+      "warmup.num_steps=14",
     ),
   )
   loop.run(run, prepare.prepare(run), tmp_path)
-  right = [line["reward/part/exact"] for line in runs.metrics(tmp_path)]
-  assert np.mean(right[-10:]) > np.mean(right[:10]) + 0.1
+  name = "reward/part/exact"
+  right = [line[name] for line in runs.metrics(tmp_path) if name in line]
+  assert len(right) == 32
+  assert np.mean(right[-8:]) > np.mean(right[:8]) + 0.12, right
