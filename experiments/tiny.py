@@ -78,7 +78,7 @@ def get_config() -> config.Run:
     placement=mesh.Placement(mode="split", cpu_devices=2),
     evaluation=evaluate.Evaluation(every=100),
     checkpoint=checkpoint.Checkpoint(every=50),
-    warmup=warmup.Warmup(num_steps=18, rows=64, learning_rate=3e-3),
+    warmup=warmup.Warmup(num_steps=18, learning_rate=3e-3),
     num_steps=450,
     groups_per_step=32,
     group_size=8,

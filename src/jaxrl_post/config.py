@@ -26,6 +26,7 @@ from jaxrl_post.rewards import pool
 from jaxrl_post.runtime import assign, dump
 from jaxrl_post.runtime import checkpoint as checkpoints
 from jaxrl_post.sampling import engine
+from jaxrl_post.training import lora
 from jaxrl_post.training import optim as optims
 from jaxrl_post.training import warmup as warmups
 
@@ -143,6 +144,12 @@ def _check_algorithm(run: Run) -> None:
       "none with a teacher, as the reference of a run is its own first weights "
       "(docs/algorithms.md says how to distil)",
       "one",
+    ),
+    (
+      not isinstance(cfg.trained, lora.Lora) or not run.algo.reference_moves[0],
+      "algo.kl.every",
+      "0 with adapters, whose reference is the weights beneath them",
+      str(run.algo.reference_moves[0]),
     ),
     (
       "pairs" not in needs or run.group_size == 2,

@@ -212,7 +212,7 @@ def open_tools(
       folder,
       clock,
       devices=place.num_devices,
-      sync_bytes=place.publisher.bytes,
+      sync_bytes=place.resent.bytes,
       about=prepare.about(cfg, parts),
     )
   stack.callback(notes.close)
@@ -329,6 +329,7 @@ def build(
     process=hosts.index,
     processes=hosts.count,
     decode=parts.data.tokenizer.decode,
+    trains=cfg.optim.trained,
   )
 
 
@@ -426,7 +427,7 @@ def warm_up(
     learning_rate=cfg.warmup.learning_rate, microbatches=cfg.optim.microbatches
   )
   teacher = place.trainer(sft.objective(), settings, cfg.warmup.num_steps)
-  state, rows = teacher.start(params), cfg.warmup.rows
+  state, rows = teacher.start(params), cfg.rows
   layout = pack.layout(
     rows,
     1,  # Each answer has a prompt of its own.

@@ -17,6 +17,7 @@ from jaxrl_post.models import decoder, transformer, weights
 from jaxrl_post.placement import mesh, programs
 from jaxrl_post.runtime import dump
 from jaxrl_post.sampling import steps
+from jaxrl_post.training import trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ def prepare(cfg: config.Run) -> Parts:
       f"sampling.top_logprobs: expected at most the {shape.vocab_size} ids of "
       f"the model, got {most}. Lower it."
     )
+  trained.check(cfg.optim.trained, transformer.spec(shape))
   data = dataset.load(
     cfg.data,
     model_path=model.path,
@@ -273,16 +275,6 @@ def plan(
     engine_rows=cfg.sampling.rows,
     engines=engines,
   )
-  if cfg.warmup.num_steps:
-    programs.check_rows(
-      cfg.placement,
-      shares,
-      rows=cfg.warmup.rows,
-      microbatches=cfg.optim.microbatches,
-      engine_rows=cfg.sampling.rows,
-      engines=engines,
-      rows_name="warmup.rows",
-    )
   if len(parts.data.train) < cfg.groups_per_step:
     raise types.InputError(
       f"groups_per_step: expected at most the {len(parts.data.train)} prompts "

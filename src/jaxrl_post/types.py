@@ -63,13 +63,16 @@ class TrainState:
     step: batches consumed, whether or not their update was applied.
     version: batches that have changed the weights; the policy version of
       `params`.
-    params: the weights, in the trainer's dtype.
-    opt_state: the optimizer's state.
+    params: the weights, in the trainer's dtype; with adapters those beneath
+      them, which stay as they are.
+    opt_state: the optimizer's state, of what trains only.
     key: random key of the rollouts; constant, every token folds in its own
       uid and position.
-    reference: weights that a KL, a teacher or a preference compares with; None
-      where nothing does.
+    reference: weights that a KL, a teacher or a preference compares with, only
+      those that train; None where nothing does, and with adapters, where it is
+      `params`.
     critic: a `training.critic.State`; None without one.
+    adapters: of low rank, see `training.lora`; None where weights train.
   """
 
   step: Int[Array, ""]
@@ -79,6 +82,7 @@ class TrainState:
   key: jax.Array
   reference: Tree = None
   critic: Tree = None
+  adapters: Tree = None
 
 
 @record

@@ -11,8 +11,8 @@ import threading
 from typing import Any
 
 from jaxrl_post import config, types
+from jaxrl_post.algos import divergence, grpo, ppo
 from jaxrl_post.algos import objective as objectives
-from jaxrl_post.algos import ppo
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.data import pack as packing
 from jaxrl_post.models import decoder, transformer
@@ -182,6 +182,12 @@ def with_held_out_letters() -> config.Run:
   return dataclasses.replace(
     run, data=dataclasses.replace(run.data, held_out=held_out)
   )
+
+
+def with_kl() -> config.Run:
+  """Holds the policy near its first weights."""
+  algo = dataclasses.replace(grpo.objective(), kl=divergence.Kl(0.1))
+  return dataclasses.replace(get_config(), algo=algo)
 
 
 def from_file() -> config.Run:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
-from jaxrl_post.models import quantize
+from jaxrl_post.models import adapted, quantize
 from jaxrl_post.models import spec as specs
 
 
@@ -198,7 +198,7 @@ def attention(
 
 
 def _project(
-  x: jax.Array, w: jax.Array | quantize.Int8, num_in: int
+  x: jax.Array, w: jax.Array | quantize.Int8 | adapted.Adapted, num_in: int
 ) -> jax.Array:
   """Multiplies the last dims of x with the first `num_in` dims of w.
 
@@ -211,14 +211,17 @@ def _project(
   x = x.reshape(-1, width)
   if isinstance(w, quantize.Int8):
     out = quantize.product(x, w, num_in)
+  elif isinstance(w, adapted.Adapted):
+    out = adapted.product(x, w)
   else:
     out = x @ w.reshape(width, -1)
   return out.reshape(*rows, *shape[num_in:])
 
 
-def _cast(w: jax.Array | quantize.Int8, dtype: str) -> Any:
-  """Casts a weight for products; a quantized one is cast where it is used."""
-  return w if isinstance(w, quantize.Int8) else w.astype(dtype)
+def _cast(w: jax.Array | quantize.Int8 | adapted.Adapted, dtype: str) -> Any:
+  """Casts a weight for products; one of several parts where it is used."""
+  is_array = not isinstance(w, quantize.Int8 | adapted.Adapted)
+  return w.astype(dtype) if is_array else w
 
 
 def _block(
@@ -261,9 +264,9 @@ def forward(
 
   Args:
     params: weights as `spec` declares them, or quantized (`quantize.spec`), or
-      as `unstack` returns either. In the last case layers are unrolled and not
-      scanned: compiling takes longer, and no step copies a layer's weights out
-      of the stack.
+      adapted (`lora.attach`), or as `unstack` returns any of these. In the last
+      case layers are unrolled and not scanned: compiling takes longer, and no
+      step copies a layer's weights out of the stack.
     cfg: shape of the decoder.
     tokens: ids below `cfg.vocab_size`; a larger id gives NaN, not a neighbour.
     positions: place of each token in its own sequence, from 0.

@@ -28,7 +28,7 @@ from jaxrl_post.placement import trainer as trainers
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import programs as sampling_programs
 from jaxrl_post.training import critic as critics
-from jaxrl_post.training import optim
+from jaxrl_post.training import lora, optim, trained
 
 _Lock: TypeAlias = contextlib.AbstractContextManager[Any]
 
@@ -44,6 +44,8 @@ class Programs:
       and the length of its schedule in steps.
     draw: draws or reads the first weights onto the training mesh.
     publisher: the way of the weights.
+    resent: the way of those that an update may change; `publisher` if all.
+    merge: state to the weights of its policy, on the training mesh.
     steps: of all engines; None where other processes have them.
     engine: allocates an engine, from a random key; None likewise.
     engine_rows: completions in flight of one engine.
@@ -56,6 +58,8 @@ class Programs:
   trainer: Callable[[algorithm.Algorithm, optim.Optim, int], trainers.Trainer]
   draw: Callable[[], types.Tree]
   publisher: publishing.Publisher
+  resent: publishing.Publisher
+  merge: Callable[[types.TrainState], types.Tree]
   steps: sampling_programs.Steps | None
   engine: Callable[[jax.Array], engines.Engine] | None
   engine_rows: int
@@ -76,15 +80,20 @@ class Programs:
     Args:
       state: after the update whose policy it is.
       old: the policy before, which nobody samples from any more; its memory
-        is freed first where the placement says so.
+        is freed first where the placement says so. Weights that no update
+        changes are taken from it and not sent again.
 
     Returns:
       The policy. The training devices have done their part; the copy may still
       be under way, and `verify` waits for it.
     """
-    params, fingerprints = self.publisher(
-      state.params,
+    with self.launching():
+      merged = self.merge(state)
+    way = self.publisher if old is None else self.resent
+    params, fingerprints = way(
+      merged,
       retired=old.params if self.free_first and old is not None else None,
+      kept=None if old is None else old.params,
       launching=self.launching,
     )
     jax.block_until_ready(fingerprints[0])
@@ -164,6 +173,28 @@ def _meshes(
   )
 
 
+def _merging(
+  trains: trained.Setting,
+) -> Callable[[types.TrainState], types.Tree]:
+  """Returns what makes the policy of a state: its weights, or merged ones."""
+
+  @jax.jit
+  def merged(beneath: types.Tree, adapters: types.Tree) -> types.Tree:
+    assert isinstance(trains, lora.Lora), "nothing else has adapters"
+    return lora.merge(beneath, adapters, trains)
+
+  def merge(state: types.TrainState) -> types.Tree:
+    if state.adapters is None:
+      return state.params
+    layers = state.params["layers"]
+    # Without an adapter a weight stays the very same array.
+    beneath = {name: layers[name] for name in state.adapters["layers"]}
+    made = merged({"layers": beneath}, state.adapters)
+    return {**state.params, "layers": {**layers, **made["layers"]}}
+
+  return merge
+
+
 def build(
   cfg: meshes.Placement,
   *,
@@ -177,6 +208,7 @@ def build(
   process: int = 0,
   processes: int = 1,
   decode: Callable[[Sequence[int]], str] | None = None,
+  trains: trained.Setting = None,
 ) -> Programs:
   """Places all steps of a run.
 
@@ -192,6 +224,7 @@ def build(
     process: index of this one.
     processes: how many build the same.
     decode: ids to text, for requests with stop strings; None refuses them.
+    trains: what of the model the run trains; None is all weights.
 
   Returns:
     The programs. Every process trains on its part of one mesh, and has an
@@ -223,6 +256,7 @@ def build(
     quantized=quantize.channels(spec) if sampling.quantized else None,
     chunk_bytes=cfg.publish.chunk_bytes,
   )
+  changed = trained.changed(trains, spec)
   # One order of launches on devices that two threads share: two collectives in
   # different orders would wait for each other.
   lock = threading.RLock()
@@ -288,6 +322,8 @@ def build(
     trainer=trainer,
     draw=draw,
     publisher=publisher,
+    resent=publisher if changed is None else publisher.only(changed),
+    merge=_merging(trains),
     steps=steps,
     engine=engine,
     engine_rows=local.rows,

@@ -7,14 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxrl_post import types
 from jaxrl_post.algos import algorithm
 from jaxrl_post.models import decoder as decoders
+from jaxrl_post.models import spec as specs
+from jaxrl_post.models import transformer
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.training import critic as critics
-from jaxrl_post.training import optim, step
+from jaxrl_post.training import optim, step, trained
 
 Metrics = dict[str, jax.Array]
 
@@ -67,7 +70,7 @@ def build(
     algo: advantages and loss.
     optimizer: from `training.optim.build`, or any optax transformation.
     critic_optimizer: from `training.critic.optimizer`, if `algo` has a critic.
-    cut: microbatches, minibatches and epochs of a batch.
+    cut: microbatches, minibatches and epochs of a batch, and what trains.
     key: the run's key.
     keep_params: leave the weights alive in `update`, because the policy is an
       alias of them; otherwise their memory is used again.
@@ -82,18 +85,27 @@ def build(
   """
   # A tree of shardings takes the record's place: not arrays, hence Any.
   whole: Any = jax.sharding.NamedSharding(mesh, jax.P())
+  trains = cut.trained
+  adapters, by_adapter = _adapters(trains, decoder, mesh)
   init = functools.partial(
-    _init, algo=algo, optimizer=optimizer, critic_optimizer=critic_optimizer
+    _init,
+    algo=algo,
+    optimizer=optimizer,
+    critic_optimizer=critic_optimizer,
+    adapters=adapters,
+    trains=trains,
   )
   shapes = jax.eval_shape(init, params, key)
   by_leaf = jax.tree.map(lambda x: x.sharding, params)
+  by_trained = trained.choose(trains, by_leaf, by_adapter)
   shardings = types.TrainState(
     step=whole,
     version=whole,
     params=by_leaf,
-    opt_state=_moments(optimizer, shapes.opt_state, by_leaf, whole),
+    opt_state=_moments(optimizer, shapes.opt_state, by_trained, whole),
     key=whole,
-    reference=by_leaf if step.needs_reference(algo) else None,
+    reference=None if shapes.reference is None else by_trained,
+    adapters=by_adapter,
     critic=_critic_shardings(
       algo, critic_optimizer, shapes.critic, by_leaf, whole
     ),
@@ -106,20 +118,23 @@ def build(
   own = _critic_weights(shardings)
 
   @functools.partial(
-    jax.jit, in_shardings=(by_leaf, shardings.reference, own, None)
+    jax.jit,
+    in_shardings=(by_leaf, by_adapter, shardings.reference, own, None),
   )
   def score(
     params: types.Tree,
+    adapters: types.Tree,
     reference: types.Tree,
     critic: types.Tree,
     batch: types.Batch,
   ) -> types.Batch:
+    leaves = trained.choose(trains, params, adapters)
     scored = step.score(
-      params,
+      trained.weights(trains, params, leaves),
       batch,
       decoder=decoder,
       algo=algo,
-      reference=reference,
+      reference=trained.reference(trains, params, reference),
       critic=critic,
       microbatches=cut.microbatches * cut.minibatches,
       updates=cut.updates,
@@ -146,6 +161,7 @@ def build(
       microbatches=cut.microbatches,
       minibatches=cut.minibatches,
       epochs=cut.epochs,
+      trains=trains,
     )
 
   def put(batch: types.Batch) -> types.Batch:
@@ -171,7 +187,7 @@ def build(
   def launch_score(state: types.TrainState, batch: types.Batch) -> types.Batch:
     with lock:
       own = _critic_weights(state)
-      return score(state.params, state.reference, own, batch)
+      return score(state.params, state.adapters, state.reference, own, batch)
 
   def launch_update(
     state: types.TrainState, batch: types.Batch
@@ -194,6 +210,17 @@ def build(
   )
 
 
+def _adapters(
+  trains: trained.Setting, decoder: decoders.Decoder, mesh: jax.sharding.Mesh
+) -> tuple[types.Tree, types.Tree]:
+  """Declares adapters, and lays them as their weights lie; None without."""
+  weights = transformer.spec(decoder.config)
+  spec = trained.spec(trains, weights)
+  # The rules that hold for all weights, whichever have an adapter.
+  rules, _ = meshes.fit_rules(weights, meshes.TRAINING_RULES, mesh)
+  return spec, meshes.weight_shardings(spec, rules, mesh)
+
+
 def _lie(mesh: jax.sharding.Mesh, x: Any) -> jax.sharding.NamedSharding:
   """Says how an array of a batch lies: by rows and tokens, or whole."""
   if x.ndim >= 2:
@@ -209,14 +236,20 @@ def _init(
   algo: algorithm.Algorithm,
   optimizer: optax.GradientTransformation,
   critic_optimizer: optax.GradientTransformation | None,
+  adapters: types.Tree,
+  trains: trained.Setting,
 ) -> types.TrainState:
-  """Returns the state before the first update of what the algorithm needs."""
+  """Returns the first state, with what the algorithm needs and what trains."""
+  # Names keep adapters apart from weights that the same key has drawn.
+  own = jax.random.fold_in(key, 0)
   return step.init(
     params,
     key,
     optimizer,
     reference=step.needs_reference(algo),
     critic=critics.start(params, algo.critic, critic_optimizer),
+    trains=trains,
+    adapters=specs.init(adapters, own, jnp.dtype("float32")),
   )
 
 

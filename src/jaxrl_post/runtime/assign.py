@@ -50,7 +50,7 @@ def replace(
       )
     child, hint = getattr(node, head), typing.get_type_hints(type(node))[head]
     if child is None and () not in rest:
-      child = _begun(hint)
+      child = _begun(hint, {path[0] for path in rest})
     left_out = {path: text.lower() for path, text in rest.items()}
     if left_out == {(): "none"} and type(None) in typing.get_args(hint):
       changes[head] = None  # A group may be left out as a whole.
@@ -63,13 +63,27 @@ def replace(
   return dataclasses.replace(node, **changes)
 
 
-def _begun(annotation: Any) -> Any:
-  """Returns the defaults of a group that is left out; None if it has none."""
-  for kind in typing.get_args(annotation):
-    if dataclasses.is_dataclass(kind) and not any(
-      field.default is dataclasses.MISSING for field in dataclasses.fields(kind)
-    ):
-      return typing.cast(Any, kind)()
+def _begun(annotation: Any, names: set[str]) -> Any:
+  """Returns the defaults of a group that is left out; None if it has none.
+
+  Of several kinds the first with fields of these names, or else the first.
+  """
+  kinds = [
+    kind
+    for kind in typing.get_args(annotation)
+    if dataclasses.is_dataclass(kind)
+    and all(
+      field.default is not dataclasses.MISSING
+      for field in dataclasses.fields(kind)
+    )
+  ]
+  fitting = [
+    kind
+    for kind in kinds
+    if names <= {field.name for field in dataclasses.fields(kind)}
+  ]
+  for kind in (*fitting, *kinds):
+    return typing.cast(Any, kind)()
   return None
 
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_post import types
+from jaxrl_post.training import lora
+from jaxrl_post.training import trained as trained_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Optim:
     epochs: how often each row is trained; the same order each time.
     max_skipped: updates in a row that may be skipped because their loss or
       gradient is not finite; one more ends the run. 0 stops at the first.
+    trained: None trains all weights, `trained.Only` some of them, `lora.Lora`
+      adapters. Decay, gradient and norms are of what trains.
   """
 
   name: Literal["adamw", "lion", "sgd"] = "adamw"
@@ -53,6 +57,7 @@ class Optim:
   minibatches: int = 1
   epochs: int = 1
   max_skipped: int = 3
+  trained: lora.Lora | trained_lib.Only | None = None
 
   def __post_init__(self) -> None:
     rules = (

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +12,7 @@ from jaxrl_post import types
 from jaxrl_post.algos import algorithm, sequences
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.training import critic as critics
-from jaxrl_post.training import diagnostics
-
-# Numbers of a step: those that add up over microbatches, and largest ones.
-_Sums = dict[str, jax.Array]
-# Gives some rows a number for each token.
-_OfTokens = Callable[[types.Batch], Any]
+from jaxrl_post.training import diagnostics, portions, trained
 
 
 def init(
@@ -29,6 +22,8 @@ def init(
   *,
   reference: bool = False,
   critic: critics.State | None = None,
+  trains: trained.Setting = None,
+  adapters: types.Tree = None,
 ) -> types.TrainState:
   """Returns the state before the first update: step 0, version 0.
 
@@ -36,18 +31,24 @@ def init(
     params: the first weights.
     key: random key of the rollouts.
     optimizer: from `optim.build`, or any optax transformation.
-    reference: keep a copy of the weights as the reference policy.
+    reference: keep a copy of what trains as the reference policy; not needed,
+      and not made, with adapters.
     critic: from `critic.start`; None where the algorithm has none.
+    trains: what of the model trains; None is all weights.
+    adapters: from `lora.init`, if it is those.
   """
+  leaves = trained.choose(trains, params, adapters)
+  copied = reference and adapters is None
   return types.TrainState(
     step=jnp.zeros((), jnp.int32),
     version=jnp.zeros((), jnp.int32),
     params=params,
-    opt_state=optimizer.init(params),
+    opt_state=optimizer.init(leaves),
     key=key,
     # A copy: the update uses the memory of the weights again.
-    reference=jax.tree.map(jnp.copy, params) if reference else None,
+    reference=jax.tree.map(jnp.copy, leaves) if copied else None,
     critic=critic,
+    adapters=adapters,
   )
 
 
@@ -79,7 +80,8 @@ def score(
   """Fills in what the update needs: advantages, and log-probabilities.
 
   Args:
-    params: the trainer's weights before the update.
+    params: the trainer's weights before the update, of `trained.weights` where
+      not all of them train.
     batch: rows from `data.pack`.
     decoder: the model.
     algo: gives the advantages.
@@ -100,23 +102,23 @@ def score(
   valid = sequences.gather(valid.astype(jnp.float32), batch.sequence)
   batch = dataclasses.replace(batch, loss_mask=batch.loss_mask * valid)
   if needs_old(algo, updates):
-    old = _each(_scored(decoder, params), batch, microbatches)
+    old = portions.each(_scored(decoder, params), batch, microbatches)
     batch = dataclasses.replace(batch, old_logprobs=old)
   known = None
   if needs_reference(algo) and reference is None:
     raise ValueError("score: expected a reference, got none")
   if algo.candidates:
     find = _probable(decoder, reference, algo.candidates)
-    ids, found = _each(find, batch, microbatches)
+    ids, found = portions.each(find, batch, microbatches)
     batch = dataclasses.replace(batch, teacher_ids=ids, teacher_logprobs=found)
   if "reference" in algo.needs:
-    known = _each(_scored(decoder, reference), batch, microbatches)
+    known = portions.each(_scored(decoder, reference), batch, microbatches)
     batch = dataclasses.replace(batch, reference_logprobs=known)
   if algo.critic is not None:
     if critic is None:
       raise ValueError("score: expected a critic, got none")
     trunk = critic if algo.critic.model == "own" else params
-    values = _each(_valued(decoder, trunk, critic), batch, microbatches)
+    values = portions.each(_valued(decoder, trunk, critic), batch, microbatches)
     batch = dataclasses.replace(batch, values=values)
   inputs = types.AdvantageInputs(
     rewards=batch.rewards,
@@ -146,6 +148,7 @@ def update(
   microbatches: int = 1,
   minibatches: int = 1,
   epochs: int = 1,
+  trains: trained.Setting = None,
 ) -> tuple[types.TrainState, dict[str, jax.Array]]:
   """Takes the optimizer steps of a scored batch.
 
@@ -160,6 +163,7 @@ def update(
       that no token trains in are left out.
     minibatches: updates that share the rows; with `microbatches` divides B.
     epochs: how often each row is trained.
+    trains: as for `init`; gradient and its norm are of that only.
 
   Returns:
     The next state and scalar metrics, see `diagnostics.over_updates`. `step` is
@@ -181,15 +185,16 @@ def update(
     critic_optimizer=critic_optimizer,
     microbatches=microbatches,
     is_old=needs_old(algo, updates),
+    trains=trains,
   )
   version = state.version
   if updates == 1:
     state, metrics = one(state, batch)
   else:
-    parts = _cut(batch, minibatches)
+    parts = portions.split(batch, minibatches)
 
     def again(state: types.TrainState, number: jax.Array):
-      return one(state, _part(batch, parts, number))
+      return one(state, portions.take(batch, parts, number))
 
     state, metrics = jax.lax.scan(
       again, state, jnp.arange(updates) % minibatches
@@ -207,7 +212,7 @@ def update(
     moved = jax.tree.map(
       lambda old, new: jnp.where(due, old + share * (new - old), old),
       state.reference,
-      state.params,
+      trained.choose(trains, state.params, state.adapters),
     )
     state = dataclasses.replace(state, reference=moved)
   return state, metrics
@@ -223,14 +228,18 @@ def _update(
   critic_optimizer: optax.GradientTransformation | None = None,
   microbatches: int,
   is_old: bool,
+  trains: trained.Setting,
 ) -> tuple[types.TrainState, dict[str, jax.Array]]:
   """Takes one optimizer step; neither `step` nor `version` changes."""
   num_tokens = jnp.sum(batch.loss_mask)
   shares = algo.shares(batch.loss_mask, batch.sequence, batch.rollout_ids)
   critic = None if algo.critic is None else state.critic
 
+  leaves = trained.choose(trains, state.params, state.adapters)
+
   def loss_fn(weights: types.Tree, part: types.Batch, shares: jax.Array):
-    params, own = weights
+    leaves, own = weights
+    params = trained.weights(trains, state.params, leaves)
     hidden = _states(decoder, params, part)
     inputs = _loss_inputs(
       algo,
@@ -257,8 +266,8 @@ def _update(
       loss, sums = loss + worth, sums | shown
     return loss, jax.lax.stop_gradient((sums, most))
 
-  weights = state.params, None if critic is None else critic.params
-  (grads, own), sums, most = _accumulate(
+  weights = leaves, None if critic is None else critic.params
+  (grads, own), sums, most = portions.accumulate(
     loss_fn, weights, batch, shares, microbatches
   )
   metrics = diagnostics.whole(sums, most)
@@ -268,18 +277,17 @@ def _update(
   losses = metrics["loss/policy"] + metrics.get("loss/value", 0.0)
   finite = jnp.isfinite(norm) & jnp.isfinite(losses)
   with jax.numpy_dtype_promotion("standard"):  # optax mixes int and float
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    updates, opt_state = optimizer.update(grads, state.opt_state, leaves)
   update_norm = optax.tree.norm(updates)
   new_critic, learns = critics.propose(critic, own, critic_optimizer)
   applies = finite & learns & jnp.isfinite(update_norm) & (num_tokens > 0)
-  params = optax.apply_updates(state.params, updates)
+  stepped = optax.apply_updates(leaves, updates)
 
   def keep(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(applies, new, old)
 
   new_state = dataclasses.replace(
-    state,
-    params=jax.tree.map(keep, params, state.params),
+    trained.put(trains, state, jax.tree.map(keep, stepped, leaves)),
     opt_state=jax.tree.map(keep, opt_state, state.opt_state),
     critic=state.critic
     if critic is None
@@ -312,13 +320,13 @@ def _loss_inputs(
   old = part.old_logprobs if is_old else jax.lax.stop_gradient(logprobs)
   lag = jnp.maximum(version - part.policy_versions, 0)
   lag = jnp.where(part.loss_mask > 0, lag, 0)
-  has_reference = "reference" in algo.needs
+  known = part.reference_logprobs if "reference" in algo.needs else None
   return types.LossInputs(
     logprobs=logprobs,
     entropy=entropy,
     old_logprobs=old,
     sampler_logprobs=part.sampler_logprobs,
-    reference_logprobs=part.reference_logprobs if has_reference else None,
+    reference_logprobs=known,
     advantages=part.advantages,
     loss_mask=part.loss_mask,
     segment_ids=part.segment_ids,
@@ -365,14 +373,14 @@ def _logprobs(
   )
 
 
-def _scored(decoder: decoders.Decoder, params: types.Tree) -> _OfTokens:
+def _scored(decoder: decoders.Decoder, params: types.Tree) -> portions.OfRows:
   """Returns what finds the log-probabilities of some rows."""
   return lambda part: _logprobs(decoder, params, part)[0]
 
 
 def _probable(
   decoder: decoders.Decoder, teacher: types.Tree, num: int
-) -> _OfTokens:
+) -> portions.OfRows:
   """Returns what finds a teacher's most probable tokens for some rows."""
   return lambda part: decoders.most_probable(
     decoder,
@@ -389,98 +397,8 @@ def _probable(
 
 def _valued(
   decoder: decoders.Decoder, trunk: types.Tree, critic: types.Tree
-) -> _OfTokens:
+) -> portions.OfRows:
   """Returns what finds the values of some rows; `trunk` runs under them."""
   return lambda part: critics.values(
     critic, _states(decoder, trunk, part), part.loss_mask > 0
   )
-
-
-def _each(find: _OfTokens, batch: types.Batch, microbatches: int) -> Any:
-  """Returns what is found of each token, a microbatch at a time."""
-  if microbatches == 1:
-    return find(batch)
-  parts = _cut(batch, microbatches)
-
-  def part(number: jax.Array) -> Any:
-    return find(_part(batch, parts, number))
-
-  def one(number: jax.Array, found: Any) -> Any:
-    return jax.tree.map(
-      lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, number, 0),
-      found,
-      part(number),
-    )
-
-  shape = jax.eval_shape(part, jnp.zeros((), jnp.int32))
-  found = jax.tree.map(
-    lambda s: jnp.zeros((microbatches, *s.shape), s.dtype), shape
-  )
-  found = jax.lax.fori_loop(0, _count(parts["loss_mask"]), one, found)
-  return jax.tree.map(
-    lambda x: x.swapaxes(0, 1).reshape(*batch.tokens.shape, *x.shape[3:]), found
-  )
-
-
-def _accumulate(
-  loss_fn: Callable[..., Any],
-  weights: types.Tree,
-  batch: types.Batch,
-  shares: Float[Array, "B T"],
-  microbatches: int,
-) -> tuple[types.Tree, _Sums, _Sums]:
-  """Sums gradients and metrics over microbatches."""
-  grad_fn = jax.grad(loss_fn, has_aux=True)
-  if microbatches == 1:
-    grads, (sums, most) = grad_fn(weights, batch, shares)
-    return grads, sums, most
-  parts, cut = _cut(batch, microbatches), _cut_rows(shares, microbatches)
-
-  def one(number: jax.Array):
-    part = _part(batch, parts, number)
-    here = jax.lax.dynamic_index_in_dim(cut, number, keepdims=False)
-    grads, (sums, most) = grad_fn(weights, part, here)
-    return grads, sums, most
-
-  def add(number: jax.Array, total: tuple[Any, _Sums, _Sums]):
-    grads, sums, most = one(number)
-    return (
-      jax.tree.map(jnp.add, total[0], grads),
-      jax.tree.map(jnp.add, total[1], sums),
-      jax.tree.map(jnp.maximum, total[2], most),
-    )
-
-  shape = jax.eval_shape(one, jnp.zeros((), jnp.int32))
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
-  return jax.lax.fori_loop(0, _count(parts["loss_mask"]), add, zeros)
-
-
-def _cut(batch: types.Batch, parts: int) -> dict[str, jax.Array]:
-  """Cuts what is a row a row into parts, as a new first dim."""
-  fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-  fields = {k: x for k, x in fields.items() if x is not None and x.ndim > 1}
-  return {k: _cut_rows(x, parts) for k, x in fields.items()}
-
-
-def _cut_rows(x: Array, parts: int) -> Array:
-  # Strided, so that each part has rows of every device of the batch axis.
-  x = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])
-  return x.swapaxes(0, 1)
-
-
-def _part(
-  batch: types.Batch, parts: dict[str, jax.Array], number: jax.Array
-) -> types.Batch:
-  """Returns a batch with the rows of one part, and all sequences' numbers."""
-  fields = {
-    name: jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
-    for name, x in parts.items()
-  }
-  return dataclasses.replace(batch, **fields)
-
-
-def _count(mask: Float[Array, "M m T"]) -> Int[Array, ""]:
-  """Returns how many parts there are up to the last that trains a token."""
-  some = jnp.any(mask > 0, axis=(1, 2))
-  order = jnp.arange(1, mask.shape[0] + 1)
-  return jnp.max(jnp.where(some, order, 0)).astype(jnp.int32)

@@ -12,20 +12,19 @@ class Warmup:
   """A few supervised steps before the first rollout.
 
   Attributes:
-    num_steps: updates; 0 goes without.
-    rows: demonstrations in each.
+    num_steps: updates of all weights, each on as many demonstrations as a
+      batch has rollouts; 0 goes without.
     learning_rate: of its own AdamW; the run's optimizer starts afresh after it.
   """
 
   num_steps: int = 0
-  rows: int = 64
   learning_rate: float = 1e-3
 
   def __post_init__(self) -> None:
-    if self.num_steps < 0 or self.rows < 1:
+    if self.num_steps < 0:
       raise types.InputError(
-        f"warmup: expected num_steps >= 0 and rows >= 1, got {self.num_steps} "
-        f"and {self.rows}. Correct the value."
+        f"warmup.num_steps: expected >= 0, got {self.num_steps}. Correct the "
+        "value."
       )
     if not 0 <= self.learning_rate < math.inf:
       raise types.InputError(
