@@ -3,7 +3,7 @@
 A short supervised warm-up shows what an answer looks like; GRPO does the rest,
 on a split placement of two virtual CPU devices, one to train and one to
 generate, with rollouts at most one version old. On two x86-64 cores: under
-three minutes, from 0.38 of held-out questions right, greedily, to 0.97.
+three minutes, from 0.37 of held-out questions right, greedily, to 0.99.
 """
 
 import random
@@ -78,7 +78,7 @@ def get_config() -> config.Run:
     placement=mesh.Placement(mode="split", cpu_devices=2),
     evaluation=evaluate.Evaluation(every=100),
     checkpoint=checkpoint.Checkpoint(every=50),
-    warmup=warmup.Warmup(num_steps=18, learning_rate=3e-3),
+    warmup=warmup.Warmup(num_steps=14, learning_rate=3e-3),
     num_steps=450,
     groups_per_step=32,
     group_size=8,

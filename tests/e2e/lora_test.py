@@ -46,7 +46,7 @@ def same(one, other):
   ]
 
 
-# ---------------------------------------------------------------- on the policy
+# ------------------------------------------------------------- on the policy
 
 
 @pytest.mark.parametrize("more", [(), SPLIT])
@@ -133,6 +133,22 @@ def test_frozen_weights_are_sent_once():
     stay = {leaf.name for leaf in place.publisher.leaves} - place.resent.chosen
     assert len(stay) == frozen
     assert (place.resent.bytes < place.publisher.bytes) == bool(frozen)
+
+
+@pytest.mark.parametrize("setting", [LORA, ONLY])
+def test_an_update_leaves_frozen_weights_where_they_are(setting):
+  """Also where they are the engine's own memory, and so never donated."""
+  cfg, place, state = begun(*setting)
+  assert place.publisher.aliases
+  trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
+  rows = loop.pack.pack((), rows=cfg.rows, length=cfg.length)
+  after, _ = trainer.update(state, trainer.score(state, trainer.put(rows)))
+  _, frozen = trained.split(cfg.optim.trained, state.params)
+  _, same_ones = trained.split(cfg.optim.trained, after.params)
+  pairs = zip(jax.tree.leaves(frozen), jax.tree.leaves(same_ones), strict=True)
+  assert frozen["embed"] is not None
+  for old, new in pairs:
+    assert new is old
 
 
 def test_only_what_is_named_trains(made):

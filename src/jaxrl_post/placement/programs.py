@@ -174,14 +174,16 @@ def _meshes(
 
 
 def _merging(
-  trains: trained.Setting,
+  trains: trained.Setting, home: types.Tree
 ) -> Callable[[types.TrainState], types.Tree]:
   """Returns what makes the policy of a state: its weights, or merged ones."""
 
   @jax.jit
   def merged(beneath: types.Tree, adapters: types.Tree) -> types.Tree:
     assert isinstance(trains, lora.Lora), "nothing else has adapters"
-    return lora.merge(beneath, adapters, trains)
+    goals = {name: home["layers"][name] for name in trains.targets}
+    made = lora.merge(beneath, adapters, trains)
+    return jax.lax.with_sharding_constraint(made, {"layers": goals})
 
   def merge(state: types.TrainState) -> types.Tree:
     if state.adapters is None:
@@ -323,7 +325,7 @@ def build(
     draw=draw,
     publisher=publisher,
     resent=publisher if changed is None else publisher.only(changed),
-    merge=_merging(trains),
+    merge=_merging(trains, home),
     steps=steps,
     engine=engine,
     engine_rows=local.rows,

@@ -143,16 +143,25 @@ def build(
       lambda x: jax.lax.with_sharding_constraint(x, _lie(mesh, x)), scored
     )
 
-  # Weights and the rest apart: only the rest may always be donated.
+  # Weights and the rest apart: only the rest may always be donated. Frozen
+  # weights come back as they are: as a result they would be copied.
+  by_moving, by_frozen = trained.split(trains, by_leaf)
+  others = dataclasses.replace(shardings, params=None)
+
   @functools.partial(
     jax.jit,
-    in_shardings=(by_leaf, dataclasses.replace(shardings, params=None), None),
-    out_shardings=(shardings, whole),
-    donate_argnums=(1,) if keep_params else (0, 1),
+    in_shardings=(by_moving, by_frozen, others, None),
+    out_shardings=(dataclasses.replace(shardings, params=by_moving), whole),
+    donate_argnums=(2,) if keep_params else (0, 2),
   )
-  def update(params: types.Tree, rest: types.TrainState, batch: types.Batch):
-    return step.update(
-      dataclasses.replace(rest, params=params),
+  def update(
+    moving: types.Tree,
+    frozen: types.Tree,
+    rest: types.TrainState,
+    batch: types.Batch,
+  ):
+    state, metrics = step.update(
+      dataclasses.replace(rest, params=trained.join(moving, frozen)),
       batch,
       decoder=decoder,
       algo=algo,
@@ -163,6 +172,8 @@ def build(
       epochs=cut.epochs,
       trains=trains,
     )
+    moved, _ = trained.split(trains, state.params)
+    return dataclasses.replace(state, params=moved), metrics
 
   def put(batch: types.Batch) -> types.Batch:
     return jax.tree.map(
@@ -194,7 +205,10 @@ def build(
   ) -> tuple[types.TrainState, Metrics]:
     with lock:
       rest = dataclasses.replace(move(state, shardings), params=None)
-      new, metrics = update(state.params, rest, batch)
+      moving, frozen = trained.split(trains, state.params)
+      new, metrics = update(moving, frozen, rest, batch)
+      whole_params = trained.join(new.params, frozen)
+      new = dataclasses.replace(new, params=whole_params)
       return move(new, resting), metrics
 
   return Trainer(

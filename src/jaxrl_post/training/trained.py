@@ -113,10 +113,32 @@ def choose(
   """Returns what trains: adapters, or weights with None for frozen ones."""
   if isinstance(cfg, lora.Lora):
     return adapters
-  if cfg is None:
-    return params
-  return jax.tree.map_with_path(
-    lambda path, x: x if cfg.has(path) else None, params
+  return split(cfg, params)[0]
+
+
+def split(cfg: Setting, params: types.Tree) -> tuple[types.Tree, types.Tree]:
+  """Cuts weights into those that an update changes and those it never does.
+
+  Returns:
+    Two trees, each with None in the other's places. `join` undoes it.
+  """
+
+  def moves(path: tuple) -> bool:
+    return cfg is None or (isinstance(cfg, Only) and cfg.has(path))
+
+  return (
+    jax.tree.map_with_path(lambda p, x: x if moves(p) else None, params),
+    jax.tree.map_with_path(lambda p, x: None if moves(p) else x, params),
+  )
+
+
+def join(leaves: types.Tree, params: types.Tree) -> types.Tree:
+  """Returns `leaves` with the weights of `params` where it has None."""
+  return jax.tree.map(
+    lambda new, old: old if new is None else new,
+    leaves,
+    params,
+    is_leaf=lambda x: x is None,
   )
 
 
@@ -130,7 +152,7 @@ def weights(cfg: Setting, params: types.Tree, leaves: types.Tree) -> types.Tree:
   """
   if isinstance(cfg, lora.Lora):
     return lora.attach(params, leaves, cfg)
-  return _over(leaves, params)
+  return join(leaves, params)
 
 
 def put(
@@ -139,7 +161,7 @@ def put(
   """Returns the state with other values of what trains."""
   if isinstance(cfg, lora.Lora):
     return dataclasses.replace(state, adapters=leaves)
-  return dataclasses.replace(state, params=_over(leaves, state.params))
+  return dataclasses.replace(state, params=join(leaves, state.params))
 
 
 def reference(cfg: Setting, params: types.Tree, kept: types.Tree) -> types.Tree:
@@ -156,14 +178,4 @@ def reference(cfg: Setting, params: types.Tree, kept: types.Tree) -> types.Tree:
   """
   if isinstance(cfg, lora.Lora):
     return params
-  return None if kept is None else _over(kept, params)
-
-
-def _over(leaves: types.Tree, params: types.Tree) -> types.Tree:
-  """Returns `leaves` with the weights of `params` where it has None."""
-  return jax.tree.map(
-    lambda new, old: old if new is None else new,
-    leaves,
-    params,
-    is_leaf=lambda x: x is None,
-  )
+  return None if kept is None else join(kept, params)
