@@ -96,6 +96,7 @@ def test_the_kl_is_to_the_weights_beneath(made):
 )
 def test_what_is_published_is_bit_for_bit_the_merged_weights(more):
   cfg, place, state = begun(*LORA, *more)
+  first = place.publish(state)
   draw = np.random.default_rng(0)
   state = dataclasses.replace(
     state,
@@ -106,15 +107,14 @@ def test_what_is_published_is_bit_for_bit_the_merged_weights(more):
       state.adapters,
     ),
   )
-  policy = place.publish(state)
-  place.verify(policy)
-  again = place.publish(state, policy)
-  place.verify(again)
+  whole, changed = place.publish(state), place.publish(state, first)
+  for policy in (first, whole, changed):
+    place.verify(policy)
   merge = jax.jit(functools.partial(lora.merge, cfg=cfg.optim.trained))
   expected = merge(state.params, state.adapters)
   for name in ("embed", "final_norm"):
-    assert again.params[name] is policy.params[name]
-  for sent in (policy, again):
+    assert changed.params[name] is first.params[name]
+  for sent in (whole, changed):
     for got, x, old in zip(
       jax.tree.leaves(sent.params),
       jax.tree.leaves(expected),
@@ -181,9 +181,7 @@ def test_c95_two_halves_equal_the_run_in_one_go(setting, made, tmp_path):
   assert all(same(stored.adapters, whole.state.adapters))
 
 
-@pytest.mark.parametrize(
-  ("before", "after"), [((), LORA), (LORA, ()), ((), ONLY)]
-)
+@pytest.mark.parametrize(("before", "after"), [((), LORA), (LORA, ONLY)])
 def test_a_checkpoint_of_another_setting_is_refused(
   before, after, made, tmp_path
 ):
