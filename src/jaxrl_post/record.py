@@ -115,7 +115,10 @@ class Recorder:
       RunError: more updates in a row were skipped than the optimizer allows.
     """
     assert not isinstance(rollouts, together.Follower), "this is the head"
-    mask = pack.trained(batch, truncated=not self._cfg.algo.mask_truncated)
+    algo = self._cfg.algo
+    mask = pack.trained(
+      batch, truncated=not algo.mask_truncated, equal=not algo.mask_equal
+    )
     skipped = bool(values["loss/skipped"])
     line = {
       **{name: float(value) for name, value in values.items()},

@@ -291,6 +291,25 @@ def test_truncated_rollouts_are_left_out_on_demand():
 # ------------------------------------------------------------------- reference
 
 
+@pytest.mark.parametrize("without_signal", [True, False])
+def test_c07_a_switch_leaves_out_groups_whose_rewards_agree(without_signal):
+  kl = divergence.Kl(0.1, without_signal=without_signal)
+  algo = dataclasses.replace(ALGORITHMS["kl"], kl=kl)
+  # Agreeing, differing, and with one reward only: nobody differs from it.
+  batch = _packed(_groups(rewards=(1, 1, 0.5, 1, np.nan, 0)))
+  start, score, _ = _steps(algo)
+  state = start(making.params(_CONFIG), jax.random.key(1))
+  scored = score(state.params, batch, reference=state.reference)
+  trains = [
+    bool((scored.loss_mask[scored.sequence == n] > 0).any()) for n in range(6)
+  ]
+  left = [without_signal] * 2
+  assert trains == [*left, True, True, False, without_signal]
+  np.testing.assert_array_equal(
+    pack.trained(batch, equal=without_signal), scored.loss_mask
+  )
+
+
 def test_c118_c25_the_reference_stays_put_and_kl_begins_at_zero():
   algo = ALGORITHMS["kl"]
   start, _, _ = _steps(algo)

@@ -367,3 +367,14 @@ def test_c20_a_loss_of_ones_own_sees_0_off_the_mask():
   value, gradient, _ = small.of(algo, [-1.0, np.nan], **given)
   np.testing.assert_allclose(value, -1.0)
   np.testing.assert_allclose(gradient, [[-1.0, 0.0]])
+
+
+def test_c07_a_group_without_signal_is_drawn_to_the_reference_or_not():
+  """One token of advantage 0, by its loss and by its place in the mask."""
+  algo = objectives.Objective(kl=divergence.Kl(0.1))
+  for mask, loss, slope in ((1.0, 0.001873, 0.018127), (0.0, 0.0, 0.0)):
+    value, gradient, _ = small.of(
+      algo, [-1.0], reference_logprobs=[-1.2], advantages=0.0, mask=[mask]
+    )
+    np.testing.assert_allclose(value, loss, atol=1e-6)
+    np.testing.assert_allclose(gradient, slope, atol=1e-6)

@@ -1,5 +1,6 @@
 """Objectives that make no sense are refused, by the setting's name."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -30,6 +31,7 @@ def _case(where, make, *args, **words):
   )
 
 
+@dataclasses.dataclass(frozen=True)
 class _Oracle:
   """Wants values, and is no critic that a step could train."""
 

@@ -31,6 +31,11 @@ class Algorithm(Protocol):
     ...
 
   @property
+  def mask_equal(self) -> bool:
+    """Whether groups whose rewards agree are left out."""
+    ...
+
+  @property
   def mask_truncated(self) -> bool:
     """Whether rollouts that the length limit ended are left out."""
     ...

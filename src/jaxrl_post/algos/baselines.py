@@ -62,10 +62,8 @@ def group_advantages(
   mean = total(rewards) / jnp.maximum(count, 1.0)
   centred = jnp.where(valid, rewards - mean[group_ids], 0.0)
   # Equal rewards leave rounding dust, which its own tiny deviation would blow
-  # up to an advantage near one. So agreement is decided on the rewards.
-  top = jax.ops.segment_max(jnp.where(valid, rewards, -jnp.inf), group_ids, num)
-  low = jax.ops.segment_min(jnp.where(valid, rewards, jnp.inf), group_ids, num)
-  centred = jnp.where((top > low)[group_ids], centred, 0.0)
+  # up to an advantage near one.
+  centred = jnp.where(differ(rewards, group_ids, valid), centred, 0.0)
   if leave_one_out:
     # r - mean of the others = (r - mean) n / (n - 1).
     centred = centred * (count / jnp.maximum(count - 1.0, 1.0))[group_ids]
@@ -76,6 +74,19 @@ def group_advantages(
   centre = jnp.where(valid, rewards - mean[group_ids], 0.0)
   variance = total(centre * centre) / jnp.maximum(count - 1.0, 1.0)
   return centred / (jnp.sqrt(variance) + eps)[group_ids]
+
+
+def differ(
+  rewards: Float[Array, " N"], group_ids: Int[Array, " N"], valid: jax.Array
+) -> jax.Array:
+  """Returns whether the valid rewards of each one's group differ, bool [N].
+
+  Decided on the rewards themselves: their deviation has rounding in it.
+  """
+  num = rewards.shape[0]
+  top = jax.ops.segment_max(jnp.where(valid, rewards, -jnp.inf), group_ids, num)
+  low = jax.ops.segment_min(jnp.where(valid, rewards, jnp.inf), group_ids, num)
+  return (top > low)[group_ids]
 
 
 def whiten(

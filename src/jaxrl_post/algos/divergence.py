@@ -38,6 +38,8 @@ class Kl:
       for k3 that of the other KL; "unbiased" has the estimate's value and the
       gradient of k2, which on average is that of KL(policy || reference) for
       tokens of the policy (Tang and Munos 2025, arXiv 2506.09477).
+    without_signal: whether groups whose rewards agree, which have no other
+      gradient, are drawn to the reference too; otherwise they do not train.
   """
 
   coef: float
@@ -46,6 +48,7 @@ class Kl:
   estimator: Estimator = "k3"
   place: Place = "loss"
   gradient: Gradient = "own"
+  without_signal: bool = True
 
   def __post_init__(self) -> None:
     losses.check_choice("algo.kl.estimator", self.estimator, Estimator)

@@ -217,6 +217,11 @@ class Objective:
     return self.region.num if isinstance(self.region, divergence.TopK) else 0
 
   @property
+  def mask_equal(self) -> bool:
+    """Whether groups whose rewards agree are left out."""
+    return self.kl is not None and not self.kl.without_signal
+
+  @property
   def corrects(self) -> bool:
     """Whether something weighs tokens for what the sampler's policy was."""
     return self.proximal != "recomputed" or any(

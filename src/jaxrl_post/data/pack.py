@@ -199,17 +199,26 @@ def pack(
   return types.Batch(**batch)
 
 
-def trained(batch: types.Batch, *, truncated: bool = True) -> np.ndarray:
+def trained(
+  batch: types.Batch, *, truncated: bool = True, equal: bool = True
+) -> np.ndarray:
   """Returns the mask of a batch as `training.step.score` leaves it.
 
   Args:
     batch: from `pack`.
     truncated: whether rollouts train that the length limit ended.
+    equal: whether groups train whose rewards agree.
 
   Returns:
     `loss_mask`, 0 on the tokens of sequences that are left out, [B, T].
   """
   valid = np.isfinite(np.asarray(batch.rewards))
+  if not equal:
+    rewards, ids = np.asarray(batch.rewards), np.asarray(batch.group_ids)
+    top, low = np.full(len(ids), -np.inf), np.full(len(ids), np.inf)
+    np.maximum.at(top, ids[valid], rewards[valid])
+    np.minimum.at(low, ids[valid], rewards[valid])
+    valid &= (top > low)[ids]
   if not truncated:
     valid &= ~np.asarray(batch.truncated)
   known = np.append(valid, False)[np.asarray(batch.sequence)]
@@ -235,6 +244,8 @@ def _blocks(
     raise ValueError(
       f"pack: expected at most {layout.rollouts} rollouts, got {len(found)}"
     )
+  for _, rollout in found:
+    _check(rollout)
   longest = max((b.shared + b.size for b in made), default=0)
   if longest > layout.length:
     raise ValueError(
@@ -306,6 +317,17 @@ def _rows(
 
 def _size(rollout: types.Rollout) -> int:
   return len(rollout.prompt.tokens) + len(rollout.completion.tokens)
+
+
+def _check(rollout: types.Rollout) -> None:
+  """Refuses a completion of which something is not known for each token."""
+  made = rollout.completion
+  for name in ("logprobs", "versions"):
+    if len(getattr(made, name)) != len(made.tokens):
+      raise ValueError(
+        f"pack: rollout {made.uid}: expected {name} of each of its "
+        f"{len(made.tokens)} tokens, got {len(getattr(made, name))}"
+      )
 
 
 def _row(place: int, layout: Layout) -> int:

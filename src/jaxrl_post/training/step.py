@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
-from jaxrl_post.algos import algorithm, sequences
+from jaxrl_post.algos import algorithm, baselines, sequences
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.training import critic as critics
 from jaxrl_post.training import diagnostics, portions, trained
@@ -93,10 +93,12 @@ def score(
   Returns:
     The batch with advantages, with old and reference log-probabilities, a
     teacher's candidates, and values and returns, where they are needed, and
-    with `loss_mask` 0 on sequences without a reward, and on truncated ones if
-    the algorithm leaves them out.
+    with `loss_mask` 0 on sequences without a reward, and on truncated ones and
+    those of groups whose rewards agree if the algorithm leaves them out.
   """
   valid = jnp.isfinite(batch.rewards)
+  if algo.mask_equal:
+    valid = valid & baselines.differ(batch.rewards, batch.group_ids, valid)
   if algo.mask_truncated:
     valid = valid & ~batch.truncated
   valid = sequences.gather(valid.astype(jnp.float32), batch.sequence)
