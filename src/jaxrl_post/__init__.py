@@ -29,6 +29,7 @@ _HOMES = {
   "decode": "sampling.steps",
   "init": "training.step",
   "insert": "sampling.steps",
+  "Layout": "data.pack",
   "pack": "data.pack",
   "plan": "placement.publish",
   "prefill": "sampling.prefix",

@@ -132,8 +132,8 @@ def about(cfg: config.Run, parts: Parts) -> dict[str, Any]:
 
   Returns:
     SHA-256 of `model` (settings and shape), training `data` and `tokenizer`;
-    `vocab_size` of the model; `group_size`; `length`, the most tokens of a
-    prompt and its completion; and `seed`.
+    `vocab_size` of the model; `group_size`; the most tokens of a prompt
+    (`max_prompt`) and of a completion (`max_tokens`); and `seed`.
   """
   model = [config.to_json(cfg.model), config.to_json(parts.decoder.config)]
   text = json.dumps(model, sort_keys=True)
@@ -143,7 +143,8 @@ def about(cfg: config.Run, parts: Parts) -> dict[str, Any]:
     "tokenizer": parts.data.tokenizer.digest,
     "vocab_size": parts.decoder.config.vocab_size,
     "group_size": cfg.group_size,
-    "length": cfg.length,
+    "max_prompt": cfg.data.max_prompt,
+    "max_tokens": cfg.sampling.max_tokens,
     "seed": cfg.seed,
   }
 
@@ -152,13 +153,14 @@ def _check_replay(folder: str, ours: dict[str, Any]) -> None:
   """Refuses a dump that is damaged, or that this run cannot train on."""
   for path in dump.batches(folder):
     theirs = dump.about(path)
-    length = theirs.get("length")
-    fits = isinstance(length, int) and length <= ours["length"]
     rules = [
       (theirs.get(name) == ours[name], name, f"{ours[name]}")
       for name in ("group_size", "vocab_size", "tokenizer")
     ]
-    rules.append((fits, "length", f"at most {ours['length']}"))
+    for name in ("max_prompt", "max_tokens"):
+      size = theirs.get(name)
+      fits = isinstance(size, int) and size <= ours[name]
+      rules.append((fits, name, f"at most {ours[name]}"))
     for holds, name, rule in rules:
       if not holds:
         raise types.InputError(
@@ -270,7 +272,7 @@ def plan(
   programs.check_rows(
     cfg.placement,
     shares,
-    rows=cfg.rows,
+    rollouts=cfg.rows,
     microbatches=cfg.optim.microbatches * cfg.optim.minibatches,
     engine_rows=cfg.sampling.rows,
     engines=engines,

@@ -78,7 +78,9 @@ def test_the_kl_is_to_the_weights_beneath(made):
   cfg, place, _ = begun(*LORA, exp=KL)
   parts = prepare.prepare(cfg)
   trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
-  rows = loop.pack.pack(run.groups[-1], rows=cfg.rows, length=cfg.length)
+  rows = loop.pack.pack(
+    run.groups[-1], loop.pack.Layout(rows=cfg.rows, length=cfg.length)
+  )
   found = trainer.score(run.state, trainer.put(rows))
   # The same by a run whose weights all train, with a copy of the first ones.
   plain = runs.configured(exp=KL)
@@ -141,7 +143,8 @@ def test_an_update_leaves_frozen_weights_where_they_are(setting):
   cfg, place, state = begun(*setting)
   assert place.publisher.aliases
   trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
-  rows = loop.pack.pack((), rows=cfg.rows, length=cfg.length)
+  layout = loop.pack.Layout(rows=cfg.rows, length=cfg.length)
+  rows = loop.pack.pack((), layout)
   after, _ = trainer.update(state, trainer.score(state, trainer.put(rows)))
   _, frozen = trained.split(cfg.optim.trained, state.params)
   _, same_ones = trained.split(cfg.optim.trained, after.params)

@@ -76,6 +76,38 @@ def _whole(shape: tuple[int, ...]) -> str:
   return "f32[" + ",".join(map(str, shape)) + "]"
 
 
+@pytest.mark.parametrize("name", ["tensor", "context"])
+def test_several_targets_are_scored_where_they_lie(name):
+  params, home, lie = _placed(_AXES[name])
+  hidden, targets, temperature, wanted = _inputs()
+  several = (targets[..., None] + np.array([0, 7, 0])) % _VOCAB
+
+  def total(head, hidden, sharding=None):
+    more = dict(chunk=5, wanted=wanted, sharding=sharding)
+    given = {"embed": head}, _config(), hidden
+    found, _ = scoring.token_logprobs(*given, several, temperature, **more)
+    best = scoring.most_probable(*given, temperature, num=4, **more)
+    return jnp.sum(found * np.array([1.0, -2.0, 0.5])), (found, best)
+
+  one, other = (
+    jax.jit(
+      jax.value_and_grad(
+        functools.partial(total, sharding=sharding), (0, 1), has_aux=True
+      ),
+      **more,
+    )(params["embed"], hidden)
+    for sharding, more in (
+      (None, {}),
+      (lie, {"in_shardings": (home["embed"], lie)}),
+    )
+  )
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5),
+    one,
+    other,
+  )
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "head"])
 @pytest.mark.parametrize("name", _AXES)
 def test_tokens_are_scored_where_they_lie(name, tied):

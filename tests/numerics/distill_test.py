@@ -10,12 +10,11 @@ import optax
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.algos import distill, divergence
+from jaxrl_post.algos import distill
 from jaxrl_post.models import transformer
 from jaxrl_post.training import step
 from tests.numerics import critics as batches
 from tests.unit import engines as making
-from tests.unit import objective_inputs as small
 
 _VOCAB, _LENGTH = 12, 5
 
@@ -146,11 +145,20 @@ def test_a_policy_that_is_sure_of_something_else_has_a_finite_loss(gap):
     assert np.isfinite(value) and np.isfinite(slope).all() and value >= -1e-6
 
 
-def test_num_is_refused_below_one_and_so_is_a_ratio_of_sequences():
-  with pytest.raises(types.InputError, match=r"algo.region.num: expected >= 1"):
-    divergence.TopK(0)
-  with pytest.raises(types.InputError, match=r"algo.ratio: expected token"):
-    small.plain(region=divergence.TopK(), ratio="sequence")
+def test_a_sure_policy_is_drawn_to_what_it_leaves_out():
+  """The teacher has a tenth outside of its best two; the policy next to none."""
+  teacher = jnp.log(jnp.array([[[0.6, 0.3, *[0.01] * 10]]]))
+  logits = jnp.zeros((1, 1, _VOCAB)).at[..., 0].set(20.0).at[..., 1].set(19.3)
+
+  def loss(logits):
+    policy = jax.nn.log_softmax(logits)
+    return distill.top(2).loss(_given(teacher, policy, 2, (1,)))[0]
+
+  first, slope = jax.value_and_grad(loss)(logits)
+  assert (np.asarray(slope)[0, 0, 2:] < 0).all()
+  for _ in range(300):
+    logits = logits - jax.grad(loss)(logits)
+  assert loss(logits) < 0.05 < first
 
 
 # -------------------------------------------------------------------- the step

@@ -387,6 +387,10 @@ def test_weight_decay_leaves_norms_alone():
   norms = [updates["final_norm"], updates["layers"]["attn_norm"]]
   assert not any(np.any(u) for u in norms)
   assert np.any(updates["layers"]["q"])
+  head = {"value_head": jnp.ones(4)}
+  with jax.numpy_dtype_promotion("standard"):
+    updates, _ = tx.update({"value_head": jnp.zeros(4)}, tx.init(head), head)
+  assert not np.any(updates["value_head"])
 
 
 @pytest.mark.parametrize("masked", [0, 2])

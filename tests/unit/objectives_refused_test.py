@@ -44,6 +44,13 @@ class _Oracle:
 _REWARD = {"place": "reward"}
 _IN_REWARD = divergence.Kl(0.1, **_REWARD)
 _OBJECTIVE = objectives.Objective
+_WITH_SIGNAL = divergence.Kl(0.1, without_signal=False)
+
+
+def _top(**parts):
+  return dataclasses.replace(distill.top(), **parts)
+
+
 _CASES = [
   *(_case("region.low", losses.Clip, x) for x in (0.0, -0.1, 1.1, _NAN)),
   *(_case("region.high", losses.Clip, 0.2, x) for x in (0.0, -1.0, _NAN)),
@@ -101,6 +108,21 @@ _CASES = [
   _case("ratio", _OBJECTIVE, ratio="sequence_token", region=losses.Cispo()),
   _case("proximal", _OBJECTIVE, proximal="loglinear", region=losses.Score()),
   _case("proximal", _OBJECTIVE, proximal="loglinear", kl=_IN_REWARD),
+  *(_case("region.num", divergence.TopK, x) for x in (0, -1)),
+  _case("baseline", _OBJECTIVE, region=divergence.TopK()),
+  _case("ratio", _top, ratio="sequence"),
+  _case("proximal", _top, proximal="loglinear"),
+  _case("proximal", _top, proximal="sampler"),
+  _case("kl.place", _top, kl=_IN_REWARD),
+  *(
+    _case("kl.without_signal", _OBJECTIVE, baseline=baseline, kl=_WITH_SIGNAL)
+    for baseline in (
+      baselines.Critic(),
+      baselines.Returns(),
+      baselines.Batch(),
+      baselines.Teacher(),
+    )
+  ),
   _case(
     "proximal",
     _OBJECTIVE,

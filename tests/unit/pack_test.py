@@ -139,6 +139,7 @@ def test_each_rollout_lies_in_one_row_and_rows_fill_parts(
     together=together,
     microbatches=microbatches,
     minibatches=minibatches,
+    unit=together,
   )
   batch = pack.pack(groups, layout)
   rollouts = [r for g in groups for r in g.rollouts]
@@ -184,7 +185,7 @@ def test_each_rollout_lies_in_one_row_and_rows_fill_parts(
 def test_rollouts_of_a_row_have_their_prompt_once():
   made = [(8,), (9, 3), (4,)]
   asked = [rollout(i, (5, 6, 7), tokens) for i, tokens in enumerate(made)]
-  layout = pack.Layout(rows=2, length=11, together=2)
+  layout = pack.Layout(rows=2, length=11, together=2, unit=2)
   batch = pack.pack([group(*asked), group(rollout(3, (5, 6), (1,)))], layout)
   assert layout.rollouts == len(batch.rewards) == 4
   # Two of the group are a block, to which the third is added where it fits.
@@ -278,6 +279,43 @@ def test_a_layout_has_room_for_all_that_it_was_made_for(seed):
   assert layout.together > 1
 
 
+def test_who_shares_a_minibatch_depends_on_no_device():
+  groups = [
+    group(
+      *(
+        rollout(8 * n + i, (n, n), (9,) * (1 + (5 * n + 3 * i) % 7))
+        for i in range(8)
+      )
+    )
+    for n in range(4)
+  ]
+  found = set()
+  for row_parts, microbatches in ((1, 1), (8, 1), (1, 8), (2, 2)):
+    layout = pack.layout(
+      32,
+      8,
+      max_prompt=2,
+      max_tokens=7,
+      flops=lambda keys: 1.0,
+      minibatches=2,
+      microbatches=microbatches,
+      row_parts=row_parts,
+    )
+    batch = pack.pack(groups, layout)
+    found.add((layout.together, *_shared(batch, 2)))
+  assert len({together for together, *_ in found}) > 1
+  assert len({tuple(parts) for _, *parts in found}) == 1
+
+
+def _shared(batch, minibatches):
+  """Returns the sequences of each minibatch."""
+  n = len(batch.rewards)
+  return [
+    frozenset(batch.sequence[k::minibatches].ravel().tolist()) - {n}
+    for k in range(minibatches)
+  ]
+
+
 def test_short_rollouts_leave_no_minibatch_empty():
   groups = [group(*(rollout(i, (5,), (7,)) for i in range(8)))]
   batch = pack.pack(groups, pack.Layout(rows=8, length=32, minibatches=4))
@@ -336,8 +374,10 @@ def test_too_many_rollouts_are_refused():
   with pytest.raises(ValueError, match="at most 5 rollouts, got 6"):
     packed(group(*crowd))
   odd = [group(rollout(i, (i,) * 4, (7,) * 4)) for i in range(3)]
-  layout = pack.Layout(rows=2, length=LENGTH, together=2)
-  with pytest.raises(ValueError, match="at most 2 rows, .* got 3 blocks"):
+  layout = pack.Layout(rows=2, length=LENGTH, together=2, unit=2)
+  with pytest.raises(ValueError, match="expected a unit of a multiple of 2"):
+    pack.Layout(rows=2, length=LENGTH, together=2, unit=3)
+  with pytest.raises(ValueError, match="at most 2 rows, .* got 3 of one"):
     pack.pack(odd, layout)
 
 

@@ -119,8 +119,12 @@ def test_a_dump_of_shorter_or_as_long_rollouts_is_taken(tmp_path):
     ({"group_size": 8}, "of group_size 4, as this run has, got 8"),
     ({"vocab_size": 9}, "of vocab_size 8, as this run has, got 9"),
     ({"tokenizer": "abc"}, "as this run has, got abc"),
-    ({"length": 9}, "of length at most 8, as this run has, got 9"),
-    ({"length": None}, "of length at most 8, as this run has, got None"),
+    ({"max_tokens": 9}, "of max_tokens at most 5, as this run has, got 9"),
+    ({"max_prompt": 4}, "of max_prompt at most 3, as this run has, got 4"),
+    (
+      {"max_prompt": None},
+      "of max_prompt at most 3, as this run has, got None",
+    ),
   ],
 )
 def test_a_dump_of_another_run_is_one_line(tmp_path, changes, words):

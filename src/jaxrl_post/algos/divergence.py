@@ -82,8 +82,8 @@ class Kl:
     )
 
 
-# What is left of a distribution beside its most probable tokens counts from
-# here on; less is rounding.
+# What a teacher has left beside its most probable tokens counts from here on;
+# less is rounding.
 _REST = 1e-6
 
 
@@ -125,7 +125,11 @@ class TopK:
     left, rest = (1 - jnp.sum(jnp.exp(x), axis=-1) for x in (teacher, policy))
     counts = left > _REST
     left, rest = (jnp.where(counts, x, 1.0) for x in (left, rest))
-    found += left * (jnp.log(left) - jnp.log(jnp.maximum(rest, _REST)))
+    # Below, the logarithm goes on as a line: a policy that is sure of these
+    # tokens only still feels what it leaves out.
+    log_rest = jnp.log(jnp.maximum(rest, _REST))
+    log_rest += jnp.minimum(rest - _REST, 0.0) / _REST
+    found += left * (jnp.log(left) - log_rest)
     return jnp.where(mask > 0, found, 0.0), jnp.zeros_like(mask)
 
 

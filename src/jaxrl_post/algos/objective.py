@@ -138,7 +138,25 @@ class Objective:
       isinstance(c, corrections.Importance)
       for c in (self.correction, *self.filters)
     )
+    top = self.candidates > 0
+    compares = isinstance(
+      self.baseline,
+      baselines.Group | baselines.LeaveOneOut | baselines.Preference,
+    )
+    plain = self.baseline == baselines.Batch(whiten=False)
     rules = (
+      (
+        not (self.mask_equal and not compares),
+        "algo.kl.without_signal",
+        "true with a baseline that does not compare the rollouts of a group",
+        "false",
+      ),
+      (
+        not (top and not plain),
+        "algo.baseline",
+        "Batch(whiten=False) with divergence.TopK, which has no advantage",
+        type(self.baseline).__name__,
+      ),
       (
         not (score and self.ratio != "token"),
         "algo.ratio",
@@ -152,7 +170,7 @@ class Objective:
         self.ratio,
       ),
       (
-        not (self.candidates and self.ratio != "token"),
+        not (top and self.ratio != "token"),
         "algo.ratio",
         "token with divergence.TopK, which has no ratio",
         self.ratio,
@@ -164,9 +182,9 @@ class Objective:
         (self.correction, *self.filters),
       ),
       (
-        not (score and self.proximal != "recomputed"),
+        not ((score or top) and self.proximal != "recomputed"),
         "algo.proximal",
-        "recomputed with losses.Score, which has no ratio",
+        "recomputed with losses.Score and divergence.TopK, which have no ratio",
         self.proximal,
       ),
       (
@@ -176,7 +194,7 @@ class Objective:
         self.proximal,
       ),
       (
-        not (in_reward and not scored),
+        not (in_reward and (top or not scored)),
         "algo.kl.place",
         "loss with a baseline that knows no reward of a token",
         "reward",

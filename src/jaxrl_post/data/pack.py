@@ -1,6 +1,7 @@
 """Groups of rollouts to the arrays of one optimizer step."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ class Layout:
     microbatches: M, of each minibatch.
     minibatches: K, with M divides B. The k-th has rows k, k + K, ..., and of
       these its m-th microbatch m, m + M, ...
+    unit: rollouts of a group that go to the same minibatch: so many, and the
+      next so many. A multiple of `together`.
   """
 
   rows: int
@@ -28,6 +31,14 @@ class Layout:
   together: int = 1
   microbatches: int = 1
   minibatches: int = 1
+  unit: int = 1
+
+  def __post_init__(self) -> None:
+    if self.unit % self.together:
+      raise ValueError(
+        f"pack: expected a unit of a multiple of {self.together} rollouts, got "
+        f"{self.unit}"
+      )
 
   @property
   def rollouts(self) -> int:
@@ -71,9 +82,11 @@ def layout(
 
   Returns:
     A layout for so many rollouts. Rows divide evenly over all parts, unless
-    `rollouts` does not.
+    `rollouts` does not. Which rollouts share a minibatch depends on neither
+    `microbatches` nor parts.
   """
   parts = microbatches * minibatches * row_parts
+  unit = math.gcd(group_size, rollouts // minibatches)
 
   def length(together: int) -> int:
     size = max_prompt - 1 + together * (max_tokens + 1)
@@ -86,10 +99,8 @@ def layout(
 
   fit = [
     n
-    for n in range(2, group_size + 1)
-    if not group_size % n
-    and not rollouts % (n * parts)
-    and length(n) <= _LONGEST
+    for n in range(2, unit + 1)
+    if not unit % n and not rollouts % (n * parts) and length(n) <= _LONGEST
   ]
   best = min([1, *fit], key=cost)
   return Layout(
@@ -98,6 +109,7 @@ def layout(
     together=best,
     microbatches=microbatches,
     minibatches=minibatches,
+    unit=unit,
   )
 
 
@@ -136,8 +148,9 @@ def pack(
 ) -> types.Batch:
   """Lays out rollouts in rows of a fixed length, as many in one as fit.
 
-  Up to `layout.together` rollouts of a group with the same prompt are a block.
-  The largest blocks come first, each into the first row that has their prompt
+  Minibatches get `layout.unit` rollouts of a group at a time. Of these, up to
+  `layout.together` with the same prompt are a block. The largest blocks of a
+  minibatch come first, each into the first row that has their prompt
   already and room for them, or else the first that has room. In a row, rollouts
   with the same prompt have its tokens once. Rows that are in use fill one
   microbatch after the other: those at the end may be empty, which costs the
@@ -158,12 +171,18 @@ def pack(
     which stay as context and keep log-probability and version. Sequences are
     numbered in the order of the groups, and a row has its tokens without gaps;
     where no token is, there is neither segment nor mask, and numbers beyond the
-    last sequence have no reward. Minibatches have equally many blocks, give or
+    last sequence have no reward. Minibatches have equally many units, give or
     take one.
   """
   found = [(i, r) for i, group in enumerate(groups) for r in group.rollouts]
   rollouts = [r for _, r in found]
-  pieces = list(_pieces(_blocks(found, layout), rollouts, layout))
+  if len(found) > layout.rollouts:
+    raise ValueError(
+      f"pack: expected at most {layout.rollouts} rollouts, got {len(found)}"
+    )
+  for rollout in rollouts:
+    _check(rollout)
+  pieces = list(_pieces(found, layout))
   sizes = np.array([p.end - p.begin for p in pieces], int)
   batch = _empty(layout)
 
@@ -225,50 +244,62 @@ def trained(
   return np.asarray(batch.loss_mask) * known
 
 
-def _blocks(
-  found: Sequence[tuple[int, types.Rollout]], layout: Layout
-) -> list[_Block]:
-  """Returns what stays together, the largest first."""
-  alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-  for number, (group, rollout) in enumerate(found):
-    alike.setdefault((group, rollout.prompt.tokens), []).append(number)
-  made = []
-  for (_, prompt), members in alike.items():
-    for begin in range(0, len(members), layout.together):
-      part = tuple(members[begin : begin + layout.together])
-      own = [len(found[n][1].completion.tokens) for n in part]
-      # Each has the last token of the prompt for itself.
-      size = sum(own) + len(part) * bool(prompt)
-      made.append(_Block(prompt, part, size))
-  if len(found) > layout.rollouts:
-    raise ValueError(
-      f"pack: expected at most {layout.rollouts} rollouts, got {len(found)}"
-    )
-  for _, rollout in found:
-    _check(rollout)
-  longest = max((b.shared + b.size for b in made), default=0)
-  if longest > layout.length:
-    raise ValueError(
-      f"pack: expected at most {layout.length} tokens, got {longest}"
-    )
-  return sorted(made, key=lambda b: -(b.shared + b.size))
-
-
 def _pieces(
-  blocks: Sequence[_Block], rollouts: Sequence[types.Rollout], layout: Layout
+  found: Sequence[tuple[int, types.Rollout]], layout: Layout
 ) -> Iterator[_Piece]:
   """Lays out the pieces of all minibatches, row by row."""
+  rollouts = [r for _, r in found]
+  units = _units(found, layout.unit)
   # The largest take turns in the minibatches, so that those are alike.
+  units.sort(key=lambda unit: -sum(_size(rollouts[n]) for n in unit))
   for part in range(layout.minibatches):
-    mine = _rows(blocks[part :: layout.minibatches], layout.length)
-    if len(mine) > layout.rows // layout.minibatches:
+    mine = units[part :: layout.minibatches]
+    blocks = [b for unit in mine for b in _blocks(unit, rollouts, layout)]
+    rows = _rows(blocks, layout.length)
+    if len(rows) > layout.rows // layout.minibatches:
       raise ValueError(
         f"pack: expected at most {layout.rows} rows, each for "
-        f"{layout.together} rollouts of one prompt, got {len(blocks)} blocks"
+        f"{layout.together} rollouts of one prompt, got {len(rows)} of one of "
+        f"{layout.minibatches} minibatches"
       )
-    for place, families in enumerate(mine):
+    for place, families in enumerate(rows):
       row = _row(place, layout) * layout.minibatches + part
       yield from _row_pieces(families, rollouts, row, layout.rollouts)
+
+
+def _units(
+  found: Sequence[tuple[int, types.Rollout]], size: int
+) -> list[list[int]]:
+  """Returns the rollouts that share a minibatch, by number."""
+  members: dict[int, list[int]] = {}
+  for number, (group, _) in enumerate(found):
+    members.setdefault(group, []).append(number)
+  return [
+    mine[begin : begin + size]
+    for mine in members.values()
+    for begin in range(0, len(mine), size)
+  ]
+
+
+def _blocks(
+  unit: Sequence[int], rollouts: Sequence[types.Rollout], layout: Layout
+) -> Iterator[_Block]:
+  """Returns what of a unit lies together in a row."""
+  alike: dict[tuple[int, ...], list[int]] = {}
+  for number in unit:
+    alike.setdefault(rollouts[number].prompt.tokens, []).append(number)
+  for prompt, members in alike.items():
+    for begin in range(0, len(members), layout.together):
+      part = tuple(members[begin : begin + layout.together])
+      own = [len(rollouts[n].completion.tokens) for n in part]
+      # Each has the last token of the prompt for itself.
+      block = _Block(prompt, part, sum(own) + len(part) * bool(prompt))
+      if block.shared + block.size > layout.length:
+        raise ValueError(
+          f"pack: expected at most {layout.length} tokens, got "
+          f"{block.shared + block.size}"
+        )
+      yield block
 
 
 def _row_pieces(
@@ -299,6 +330,7 @@ def _rows(
   First fit, the largest first: without prompts to share, at most 11/9 of the
   rows that are needed (Dosa 2007).
   """
+  blocks = sorted(blocks, key=lambda b: -(b.shared + b.size))
   left = np.full(len(blocks), length)
   rows: list[dict[tuple[int, ...], list[int]]] = []
   for block in blocks:

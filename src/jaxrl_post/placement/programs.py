@@ -119,32 +119,30 @@ def check_rows(
   cfg: meshes.Placement,
   shares: meshes.Shares,
   *,
-  rows: int,
+  rollouts: int,
   microbatches: int,
   engine_rows: int,
   engines: int = 1,
-  rows_name: str = "groups_per_step x group_size",
 ) -> None:
   """Refuses batches that do not divide over the devices.
 
   Args:
     cfg: the placement.
     shares: devices of each side.
-    rows: of a training batch.
+    rollouts: of a training batch.
     microbatches: parts it is cut into.
     engine_rows: completions in flight, in all engines together.
     engines: how many there are, with equal shares of `engine_rows`.
-    rows_name: the setting that `rows` comes from.
 
   Raises:
     InputError: names both numbers.
   """
   training = meshes.row_parts(cfg.training, shares.training)
-  if rows % (training * microbatches):
+  if rollouts % (training * microbatches):
     raise types.InputError(
-      f"{rows_name}: expected a multiple of {training} data-parallel parts x "
-      f"{microbatches} microbatches, got {rows} rows. Change it, the "
-      "microbatches or the placement."
+      f"groups_per_step x group_size: expected a multiple of {training} "
+      f"data-parallel parts x {microbatches} microbatches, got {rollouts} "
+      "rollouts. Change it, the microbatches or the placement."
     )
   generation = meshes.row_parts(cfg.generation, shares.generation)
   parts = math.lcm(generation, engines)

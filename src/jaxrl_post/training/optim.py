@@ -104,9 +104,10 @@ def build(cfg: Optim, num_steps: int) -> optax.GradientTransformation:
   """Returns clip, optimizer and schedule as one optax transformation."""
 
   def decays(params: types.Tree) -> types.Tree:
-    # Norm scales and biases are told by name: stacked, they have two dims too.
+    # Vectors are told by name: stacked, they have two dims too.
+    vectors = ("norm", "bias", "value_head")
     return jax.tree.map_with_path(
-      lambda path, _: not str(path[-1].key).endswith(("norm", "bias")), params
+      lambda path, _: not str(path[-1].key).endswith(vectors), params
     )
 
   return optax.chain(

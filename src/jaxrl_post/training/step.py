@@ -103,9 +103,16 @@ def score(
     valid = valid & ~batch.truncated
   valid = sequences.gather(valid.astype(jnp.float32), batch.sequence)
   batch = dataclasses.replace(batch, loss_mask=batch.loss_mask * valid)
-  if needs_old(algo, updates):
-    old = portions.each(_scored(decoder, params), batch, microbatches)
-    batch = dataclasses.replace(batch, old_logprobs=old)
+  if algo.critic is not None and critic is None:
+    raise ValueError("score: expected a critic, got none")
+  with_old = needs_old(algo, updates)
+  heads = algo.critic is not None and algo.critic.model == "head"
+  if with_old or heads:
+    find = _scored(decoder, params, critic if heads else None)
+    old, values = portions.each(find, batch, microbatches)
+    batch = dataclasses.replace(
+      batch, old_logprobs=old if with_old else batch.old_logprobs, values=values
+    )
   known = None
   if needs_reference(algo) and reference is None:
     raise ValueError("score: expected a reference, got none")
@@ -114,13 +121,11 @@ def score(
     ids, found = portions.each(find, batch, microbatches)
     batch = dataclasses.replace(batch, teacher_ids=ids, teacher_logprobs=found)
   if "reference" in algo.needs:
-    known = portions.each(_scored(decoder, reference), batch, microbatches)
+    find = _scored(decoder, reference)
+    known, _ = portions.each(find, batch, microbatches)
     batch = dataclasses.replace(batch, reference_logprobs=known)
-  if algo.critic is not None:
-    if critic is None:
-      raise ValueError("score: expected a critic, got none")
-    trunk = critic if algo.critic.model == "own" else params
-    values = portions.each(_valued(decoder, trunk, critic), batch, microbatches)
+  if algo.critic is not None and not heads:
+    values = portions.each(_valued(decoder, critic), batch, microbatches)
     batch = dataclasses.replace(batch, values=values)
   inputs = types.AdvantageInputs(
     rewards=batch.rewards,
@@ -179,6 +184,8 @@ def update(
   updates = minibatches * epochs
   if algo.critic is not None and (not state.critic or not critic_optimizer):
     raise ValueError("update: expected a critic and its optimizer, got none")
+  if algo.reference_moves[0] and state.adapters is not None:
+    raise ValueError("update: expected a reference that stays, with adapters")
   one = functools.partial(
     _update,
     decoder=decoder,
@@ -375,9 +382,22 @@ def _logprobs(
   )
 
 
-def _scored(decoder: decoders.Decoder, params: types.Tree) -> portions.OfRows:
-  """Returns what finds the log-probabilities of some rows."""
-  return lambda part: _logprobs(decoder, params, part)[0]
+def _scored(
+  decoder: decoders.Decoder, params: types.Tree, head: types.Tree = None
+) -> portions.OfRows:
+  """Returns what finds log-probabilities of rows, and a second head's values.
+
+  Values are None without the head.
+  """
+
+  def find(part: types.Batch) -> tuple[jax.Array, jax.Array | None]:
+    hidden = _states(decoder, params, part)
+    found, _ = _logprobs(decoder, params, part, hidden)
+    if head is None:
+      return found, None
+    return found, critics.values(head, hidden, part.loss_mask > 0)
+
+  return find
 
 
 def _probable(
@@ -397,10 +417,8 @@ def _probable(
   )
 
 
-def _valued(
-  decoder: decoders.Decoder, trunk: types.Tree, critic: types.Tree
-) -> portions.OfRows:
-  """Returns what finds the values of some rows; `trunk` runs under them."""
+def _valued(decoder: decoders.Decoder, critic: types.Tree) -> portions.OfRows:
+  """Returns what finds the values of some rows, by a critic of its own."""
   return lambda part: critics.values(
-    critic, _states(decoder, trunk, part), part.loss_mask > 0
+    critic, _states(decoder, critic, part), part.loss_mask > 0
   )
