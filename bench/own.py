@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from jaxrl_post.sampling import programs
 _SQUARE = 2048
 _READ_BYTES = 256 << 20
 _PROMPTS, _SHORT = 200, 8
+_logprobs = jax.jit(decoders.logprobs, static_argnums=0)
 
 
 def parameters(w: workloads.Workload) -> types.Tree:
@@ -73,6 +74,12 @@ def config(w: workloads.Workload) -> transformer.Config:
   )
 
 
+def one_device(axes: Sequence[str]) -> jax.sharding.Mesh:
+  """Returns a mesh of the first device."""
+  device = np.asarray(jax.devices()[:1]).reshape((1,) * len(axes))
+  return meshes.over(device, axes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Own:
   """The engine, with what it takes to make another one."""
@@ -96,19 +103,19 @@ class Own:
     )
     return build(jax.random.key(1))
 
-  def check(self) -> float:
-    """Returns the log-probability of the checked sequence."""
-    tokens = jnp.asarray([workloads.checked(self.w)])
-    score = jax.jit(decoders.logprobs, static_argnums=0)
-    taken, _ = score(
-      self.decoder,
-      self.policy.params,
-      tokens=tokens,
-      positions=jnp.arange(tokens.shape[1])[None],
-      segment_ids=jnp.zeros_like(tokens),
-      temperature=jnp.ones(tokens.shape),
-    )
-    return float(taken.sum())
+
+def check(w: workloads.Workload, params: types.Tree) -> float:
+  """Returns the log-probability of the checked sequence under weights."""
+  tokens = jnp.asarray([workloads.checked(w)])
+  taken, _ = _logprobs(
+    decoders.Decoder(config(w)),
+    params,
+    tokens=tokens,
+    positions=jnp.arange(tokens.shape[1])[None],
+    segment_ids=jnp.ones_like(tokens),
+    temperature=jnp.ones(tokens.shape),
+  )
+  return float(taken.sum())
 
 
 def make(w: workloads.Workload, rows: int, block: int, **sizes: Any) -> Own:
@@ -116,8 +123,7 @@ def make(w: workloads.Workload, rows: int, block: int, **sizes: Any) -> Own:
   cfg = engines.Sampling(
     max_tokens=w.max_tokens, rows=rows, block=block, **sizes
   )
-  device = np.asarray(jax.devices()[:1]).reshape(1, 1, 1)
-  mesh = meshes.over(device, meshes.GENERATION_AXES)
+  mesh = one_device(meshes.GENERATION_AXES)
   whole = jax.sharding.NamedSharding(mesh, jax.P())
   decoder = decoders.Decoder(config(w))
   steps = generator.compiled(
@@ -152,6 +158,14 @@ def requests(
       range(step * w.rows, (step + 1) * w.rows, w.group), prompts, strict=True
     )
   ]
+
+
+def completions(
+  engine: engines.Engine, policy: types.Policy, asked: list[types.Request]
+) -> list[list[int]]:
+  """Returns the ids of completions, in the order they were asked for."""
+  made = engines.generate(engine, policy, asked)
+  return [list(completion.tokens) for completion in made]
 
 
 # ------------------------------------------------------------ other orders
@@ -302,9 +316,8 @@ def main() -> None:
   own = make(w, chosen.rows or w.rows, chosen.block)
   engine = own.engine(own.steps)
 
-  def generate(step: int, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    asked = requests(w, step, prompts)
-    return [made.tokens for made in engines.generate(engine, own.policy, asked)]
+  def generate(step: int, prompts: list[list[int]]) -> list[list[int]]:
+    return completions(engine, own.policy, requests(w, step, prompts))
 
   count = _PROMPTS // 10 if chosen.quick else _PROMPTS
   made: dict[str, Callable[[], dict]] = {}
@@ -322,7 +335,7 @@ def main() -> None:
   workloads.serve(
     w,
     generate,
-    check=own.check(),
+    check=check(w, own.policy.params),
     version=f"jax {jax.__version__}",
     others={
       "limits": later("limits", lambda: limits(own, 0.5)),

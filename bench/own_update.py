@@ -5,13 +5,13 @@
 The order `limits` times large float32 matrix products.
 """
 
+import contextlib
 import dataclasses
 import functools
 import time
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import own as owns
 import scored
 import workloads
@@ -21,7 +21,10 @@ from jaxrl_post.algos import grpo, losses, reducers
 from jaxrl_post.data import pack
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import transformer
-from jaxrl_post.training import optim, step
+from jaxrl_post.placement import mesh as meshes
+from jaxrl_post.placement import publish
+from jaxrl_post.placement import trainer as trainers
+from jaxrl_post.training import optim
 
 _SQUARE, _LIMIT_S = 2048, 0.5
 
@@ -54,20 +57,32 @@ def groups(w: workloads.Workload, batch: scored.Batch) -> list[types.Group]:
 
 
 class Trained:
-  """The state that updates change, and its compiled steps."""
+  """The state that updates change, its compiled steps, and its policy."""
 
-  def __init__(self, w: workloads.Workload, microbatches: int) -> None:
-    """Places weights and optimizer; nothing is compiled yet."""
+  def __init__(
+    self,
+    w: workloads.Workload,
+    microbatches: int,
+    away: types.Tree | None = None,
+  ) -> None:
+    """Places weights and optimizer; nothing of the update is compiled yet.
+
+    Args:
+      w: the workload.
+      microbatches: parts of a batch.
+      away: shardings of an engine's weights. None if nobody samples: then
+        updates use the memory of the weights again.
+    """
     self._w = w
+    cfg = owns.config(w)
     self._layout = pack.layout(
       w.rows,
       w.group,
       max_prompt=w.prompt_len,
       max_tokens=w.max_tokens,
-      flops=functools.partial(transformer.layer_flops, owns.config(w)),
+      flops=functools.partial(transformer.layer_flops, cfg),
       microbatches=microbatches,
     )
-    self._decoder = decoders.Decoder(owns.config(w))
     # No sampler is there to be corrected for; the mean is the peers'.
     algo = dataclasses.replace(
       grpo.objective(),
@@ -75,50 +90,66 @@ class Trained:
       reducer=reducers.SequenceMean(),
       correction=None,
     )
-    optimizer = optim.build(
-      optim.Optim(learning_rate=scored.LEARNING_RATE), num_steps=1
+    cut = optim.Optim(
+      learning_rate=scored.LEARNING_RATE, microbatches=microbatches
     )
-    params = jax.device_put(owns.parameters(w))
-    self._state = step.init(params, jax.random.key(1), optimizer)
-    both = {
-      "decoder": self._decoder,
-      "algo": algo,
-      "microbatches": microbatches,
-    }
-    self._score = jax.jit(functools.partial(step.score, **both))
-    self._update = jax.jit(
-      functools.partial(step.update, optimizer=optimizer, **both),
-      donate_argnums=0,
+    mesh = owns.one_device(meshes.TRAINING_AXES)
+    home = meshes.weight_shardings(
+      transformer.spec(cfg), meshes.TRAINING_RULES, mesh
     )
-    self._logprobs = jax.jit(decoders.logprobs, static_argnums=0)
+    params = jax.device_put(owns.parameters(w), home)
+    shapes = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+      params,
+    )
+    self._publisher = None
+    if away is not None:
+      self._publisher = publish.plan(home, away, shapes, "float32")
+    self._trainer = trainers.build(
+      mesh,
+      params=shapes,
+      decoder=decoders.Decoder(cfg),
+      algo=algo,
+      optimizer=optim.build(cut, num_steps=1),
+      cut=cut,
+      key=jax.random.key(1),
+      keep_params=self._publisher is not None and self._publisher.aliases,
+      park=False,
+      lock=contextlib.nullcontext(),
+    )
+    self._state = self._trainer.start(params)
+    self._updates = 0
+    self.policy = self._published()
 
   def update(self, batch: scored.Batch) -> None:
-    """Packs, scores and trains a batch."""
-    rows = pack.pack(groups(self._w, batch), self._layout)
-    ready = self._score(self._state.params, rows)
-    self._state, _ = self._update(self._state, ready)
-    jax.block_until_ready(self._state)
+    """Packs, scores and trains a batch, and publishes the weights."""
+    rows = self._trainer.put(pack.pack(groups(self._w, batch), self._layout))
+    ready = self._trainer.score(self._state, rows)
+    self._state, _ = self._trainer.update(self._state, ready)
+    self._updates += 1
+    self.policy = self._published()
+    jax.block_until_ready((self._state, self.policy))
 
   def check(self) -> float:
-    """Returns the log-probability of the checked sequence."""
-    tokens = jnp.asarray([workloads.checked(self._w)])
-    taken, _ = self._logprobs(
-      self._decoder,
-      self._state.params,
-      tokens=tokens,
-      positions=jnp.arange(tokens.shape[1])[None],
-      segment_ids=jnp.ones_like(tokens),
-      temperature=jnp.ones(tokens.shape),
-    )
-    return float(taken.sum())
+    """Returns the log-probability of the checked sequence, by the policy."""
+    state = self.policy or self._state
+    return owns.check(self._w, state.params)
+
+  def _published(self) -> types.Policy | None:
+    """Returns what the sampler shall use next."""
+    if self._publisher is None:
+      return None
+    params, _ = self._publisher(self._state.params)
+    count = self._updates
+    return types.Policy(params=params, version=count, step=count)
 
 
 def limits() -> Callable[[], dict[str, float]]:
   """Returns an order that measures GFLOP/s of large float32 products."""
-  square = jax.random.normal(jax.random.key(0), (2, _SQUARE, _SQUARE))
   multiply = jax.jit(lambda x: x[0] @ x[1])
 
   def order() -> dict[str, float]:
+    square = jax.random.normal(jax.random.key(0), (2, _SQUARE, _SQUARE))
     jax.block_until_ready(multiply(square))
     times: list[float] = []
     while len(times) < 5 or sum(times) < _LIMIT_S:
@@ -133,8 +164,8 @@ def limits() -> Callable[[], dict[str, float]]:
 
 def main() -> None:
   """Reads the command line and serves."""
-  w, rows = scored.asked(__doc__)
-  trained = Trained(w, w.rows // rows)
+  w, chosen = scored.asked(__doc__)
+  trained = Trained(w, w.rows // chosen.rows)
   scored.serve(
     w,
     trained.update,

@@ -62,7 +62,9 @@ def build(w: workloads.Workload) -> transformers.LlamaForCausalLM:
 def check(w: workloads.Workload, model: transformers.LlamaForCausalLM) -> float:
   """Returns the log-probability of the checked sequence."""
   ids = torch.tensor([workloads.checked(w)])
-  scores = torch.log_softmax(model(input_ids=ids).logits[0, :-1], -1)
+  with torch.no_grad():
+    logits = model(input_ids=ids).logits[0, :-1]
+  scores = torch.log_softmax(logits, -1)
   return float(scores.gather(-1, ids[0, 1:, None]).sum())
 
 
@@ -146,6 +148,18 @@ def continuous(
   return generate
 
 
+def version() -> str:
+  """Says what is measured."""
+  return f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+
+def started(w: workloads.Workload) -> transformers.LlamaForCausalLM:
+  """Returns the model, and has torch use the cores that are granted."""
+  torch.set_num_threads(workloads.cores())
+  transformers.utils.logging.set_verbosity_error()
+  return build(w)
+
+
 def main() -> None:
   """Reads the command line and serves."""
   about = (__doc__ or "").partition("\n")[0]
@@ -154,19 +168,11 @@ def main() -> None:
   parser.add_argument("--continuous", action="store_true")
   chosen = parser.parse_args()
   w = workloads.WORKLOADS[chosen.workload]
-  torch.set_num_threads(workloads.cores())
+  model = started(w)
   torch.manual_seed(1)
-  transformers.utils.logging.set_verbosity_error()
-  model = build(w)
   make = continuous if chosen.continuous else whole_batch
   with torch.no_grad():
-    workloads.serve(
-      w,
-      make(w, model),
-      check=check(w, model),
-      version=f"transformers {transformers.__version__}, "
-      f"torch {torch.__version__}",
-    )
+    workloads.serve(w, make(w, model), check=check(w, model), version=version())
 
 
 if __name__ == "__main__":

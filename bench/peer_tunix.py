@@ -8,6 +8,7 @@ worker of its GRPO learner calls it: text in, every prompt once a completion.
 
 import importlib.metadata
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -103,6 +104,11 @@ def build(w: workloads.Workload) -> llama.Llama3:
   return model
 
 
+def version() -> str:
+  """Says what is measured."""
+  return "google-tunix " + importlib.metadata.version("google-tunix")
+
+
 def check(w: workloads.Workload, model: llama.Llama3) -> float:
   """Returns the log-probability of the checked sequence."""
   ids = jnp.asarray([workloads.checked(w)])
@@ -118,13 +124,11 @@ def check(w: workloads.Workload, model: llama.Llama3) -> float:
   return float(jnp.sum(taken[0] if isinstance(taken, tuple) else taken))
 
 
-def main() -> None:
-  """Reads the command line and serves."""
-  w = workloads.WORKLOADS[sys.argv[1]]
-  model, tokenizer = build(w), Tokenizer(w)
-  sampler = samplers.Sampler(
+def sampler(w: workloads.Workload, model: llama.Llama3) -> samplers.Sampler:
+  """Returns a sampler that shares the weights of a model."""
+  return samplers.Sampler(
     model,
-    tokenizer,
+    Tokenizer(w),
     samplers.CacheConfig(
       cache_size=w.prompt_len + w.max_tokens,
       num_layers=w.layers,
@@ -132,6 +136,13 @@ def main() -> None:
       head_dim=w.head_width,
     ),
   )
+
+
+def rollouts(
+  w: workloads.Workload, sampler: samplers.Sampler
+) -> Callable[[int, list[list[int]]], list[list[int]]]:
+  """Returns what makes the completions of a step's prompts."""
+  tokenizer = Tokenizer(w)
 
   def generate(step: int, prompts: list[list[int]]) -> list[list[int]]:
     texts = [tokenizer.decode(ids) for ids in prompts for _ in range(w.group)]
@@ -147,11 +158,18 @@ def main() -> None:
     )
     return [ids.tolist() for ids in made.tokens]
 
+  return generate
+
+
+def main() -> None:
+  """Reads the command line and serves."""
+  w = workloads.WORKLOADS[sys.argv[1]]
+  model = build(w)
   workloads.serve(
     w,
-    generate,
+    rollouts(w, sampler(w, model)),
     check=check(w, model),
-    version="google-tunix " + importlib.metadata.version("google-tunix"),
+    version=version(),
   )
 
 

@@ -69,21 +69,13 @@ def updater(
 
 def main() -> None:
   """Reads the command line and serves."""
-  w, rows = scored.asked(__doc__)
-  torch.set_num_threads(workloads.cores())
-  transformers.utils.logging.set_verbosity_error()
-  model = peer_torch.build(w)
-
-  def check() -> float:
-    with torch.no_grad():
-      return peer_torch.check(w, model)
-
+  w, chosen = scored.asked(__doc__)
+  model = peer_torch.started(w)
   scored.serve(
     w,
-    updater(w, model, rows),
-    check=check,
-    version=f"transformers {transformers.__version__}, "
-    f"torch {torch.__version__}",
+    updater(w, model, chosen.rows),
+    check=lambda: peer_torch.check(w, model),
+    version=peer_torch.version(),
   )
 
 

@@ -6,7 +6,6 @@ Runs in an environment with google-tunix. Its trainer is called with its loss as
 its GRPO learner calls it, on examples as the learner makes them.
 """
 
-import importlib.metadata
 from collections.abc import Callable
 
 import jax
@@ -99,13 +98,13 @@ def updater(
 
 def main() -> None:
   """Reads the command line and serves."""
-  w, rows = scored.asked(__doc__)
+  w, chosen = scored.asked(__doc__)
   model = peer_tunix.build(w)
   scored.serve(
     w,
-    updater(w, model, rows),
+    updater(w, model, chosen.rows),
     check=lambda: peer_tunix.check(w, model),
-    version="google-tunix " + importlib.metadata.version("google-tunix"),
+    version=peer_tunix.version(),
   )
 
 

@@ -260,7 +260,7 @@ def measure(
     for system in systems(w, chosen):
       process = Process(system, folder)
       running.append(process)
-      _same_model(w, running)
+      same_model(w, process.name, [p.ready["check"] for p in running])
       print(f"{w.name} {process.name}: {process.ready['version']}", flush=True)
       if system.warms_up:
         process.ask(repeats)
@@ -279,6 +279,11 @@ def measure(
   return Measured(w, turns, limits, gaps, recompiled)
 
 
+def repeats(w: workloads.Workload, chosen: argparse.Namespace) -> int:
+  """Returns how often a workload is repeated that samples."""
+  return (chosen.repeats + 1) // 2 if w.ragged else chosen.repeats
+
+
 def _gaps(own: Process, repeats: int) -> list[float]:
   """Returns our seconds outside compiled programs over those in them."""
   answers = [own.ask("gap") for _ in range(repeats + 1)]
@@ -288,12 +293,20 @@ def _gaps(own: Process, repeats: int) -> list[float]:
   ]
 
 
-def _same_model(w: workloads.Workload, running: Sequence[Process]) -> None:
-  """Ends the run when the newest system scores a sequence otherwise."""
-  ours, theirs = (p.ready["check"] for p in (running[0], running[-1]))
-  if abs(theirs - ours) > _ALIKE * abs(ours):
+def same_model(
+  w: workloads.Workload, name: str, checks: Sequence[float]
+) -> None:
+  """Ends the run when the newest system scores a sequence otherwise.
+
+  Args:
+    w: the workload.
+    name: of the newest system.
+    checks: log-probability of the checked sequence by each system.
+  """
+  ours, theirs = checks[0], checks[-1]
+  if not abs(theirs - ours) <= _ALIKE * abs(ours):
     sys.exit(
-      f"rollout: {w.name}, {running[-1].name}: expected a sequence's "
+      f"{w.name}, {name}: expected a sequence's "
       f"log-probability of {ours:.2f} within {_ALIKE:.0%}, got {theirs:.2f}. "
       "It is not the same model."
     )
@@ -411,15 +424,34 @@ def machine() -> str:
   return f"{(models or ['unknown CPU'])[0]}, {workloads.cores()} cores granted"
 
 
-def asked(
-  about: str | None, arguments: Sequence[str] | None
-) -> argparse.Namespace:
-  """Reads the command line of a bench that measures beside others.
+def run(
+  bench: Callable[
+    [workloads.Workload, argparse.Namespace, pathlib.Path], dict[str, dict]
+  ],
+  about: str | None,
+  arguments: Sequence[str] | None,
+) -> None:
+  """Runs a bench that measures beside others, and prints a line of JSON.
 
   Args:
+    bench: measures a workload as the command line asks, with a folder for what
+      the systems say; prints a table and returns the figures that have goals.
     about: what it does; the first line is shown.
     arguments: of the command line; None for this process's own.
   """
+  chosen = _asked(about, arguments)
+  found: dict[str, dict] = {}
+  with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+    for name in chosen.workloads:
+      w = workloads.WORKLOADS[name]
+      found |= bench(w, chosen, pathlib.Path(folder))
+  print(json.dumps(found))
+
+
+def _asked(
+  about: str | None, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+  """Reads the command line."""
   first = (about or "").partition("\n")[0]
   parser = argparse.ArgumentParser(description=first)
   parser.add_argument("--quick", action="store_true", help="a smoke test")
@@ -447,15 +479,14 @@ def asked(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Reads the command line, measures, prints tables and a line of JSON."""
-  chosen = asked(__doc__, arguments)
-  found: dict[str, dict] = {}
-  with tempfile.TemporaryDirectory(prefix="rollout-") as folder:
-    for name in chosen.workloads:
-      w = workloads.WORKLOADS[name]
-      repeats = (chosen.repeats + 1) // 2 if w.ragged else chosen.repeats
-      found |= report(measure(w, chosen, repeats, pathlib.Path(folder)))
-  print(json.dumps(found))
+  """Reads the command line and runs."""
+
+  def bench(
+    w: workloads.Workload, chosen: argparse.Namespace, folder: pathlib.Path
+  ) -> dict[str, dict]:
+    return report(measure(w, chosen, repeats(w, chosen), folder))
+
+  run(bench, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The scored batches that bench/update.py has every system train on.
+"""The batches that bench/update.py and bench/step.py have systems train on.
 
 Needs only NumPy: scripts import it in the environments of other libraries. As
 in `workloads`, a system is a process that answers orders, one a line. By hand:
@@ -8,8 +8,10 @@ in `workloads`, a system is a process that answers orders, one a line. By hand:
 import argparse
 import dataclasses
 import json
+import resource
 import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +58,25 @@ def batch(w: workloads.Workload, step: int) -> Batch:
   )
 
 
+def earned(
+  w: workloads.Workload,
+  prompts: Sequence[list[int]],
+  completions: Sequence[list[int]],
+) -> Batch:
+  """Rewards completions with their share of even ids.
+
+  Args:
+    w: the workload.
+    prompts: of a step, each once.
+    completions: a group of each prompt, in their order.
+  """
+  return Batch(
+    [prompt for prompt in prompts for _ in range(w.group)],
+    list(completions),
+    [sum(id_ % 2 == 0 for id_ in row) / len(row) for row in completions],
+  )
+
+
 def flops(w: workloads.Workload, made: Sequence[int]) -> int:
   """Counts the operations that one update cannot do without.
 
@@ -75,22 +96,28 @@ def flops(w: workloads.Workload, made: Sequence[int]) -> int:
   return 3 * (products + attention + 2 * w.vocab * w.width * sum(made))
 
 
-def asked(about: str | None) -> tuple[workloads.Workload, int]:
-  """Reads the command line of a system: its workload and microbatch.
+def asked(
+  about: str | None, **more: Mapping[str, Any]
+) -> tuple[workloads.Workload, argparse.Namespace]:
+  """Reads the command line of a system.
 
   Args:
     about: what it does; the first line is shown.
+    more: flags of this system, each with what `add_argument` takes.
 
   Returns:
-    The workload, and the rows of a microbatch.
+    The workload, and all that was chosen: `rows` of a microbatch, and `more`.
   """
   first = (about or "").partition("\n")[0]
   parser = argparse.ArgumentParser(description=first)
   parser.add_argument("workload", choices=sorted(workloads.WORKLOADS))
   parser.add_argument("--rows", type=int, help="of a microbatch; default all")
+  for name, options in more.items():
+    parser.add_argument(f"--{name}", **options)
   chosen = parser.parse_args()
   w = workloads.WORKLOADS[chosen.workload]
-  return w, chosen.rows or w.rows
+  chosen.rows = chosen.rows or w.rows
+  return w, chosen
 
 
 def serve(
@@ -112,7 +139,7 @@ def serve(
     version: what is measured.
     others: what other orders are answered with. A number is a step.
   """
-  known = {"check": lambda: {"check": check()}, **(others or {})}
+  known = _orders(check, others)
   _say({"check": check(), "version": version})
   for line in sys.stdin:
     order = line.strip()
@@ -124,6 +151,66 @@ def serve(
     update(given)
     seconds = time.perf_counter() - begun
     _say({"seconds": seconds, "lengths": list(map(len, given.completions))})
+
+
+def serve_steps(
+  w: workloads.Workload,
+  generate: Callable[[int, list[list[int]]], list[list[int]]],
+  update: Callable[[Batch], None],
+  *,
+  check: Callable[[], float],
+  version: str,
+  others: Mapping[str, Callable[[], Mapping[str, Any]]] | None = None,
+) -> None:
+  """Answers orders, a number with a whole step, until there are no more.
+
+  A step samples, rewards by `earned`, and trains; all of it is timed, and its
+  answer is that of `workloads.serve`. The order `draw` tells completions of
+  step 0 apart from others: it only samples.
+
+  Args:
+    w: the workload.
+    generate: makes the completions of a step's prompts with the newest weights
+      of the sampler. The step is the only seed.
+    update: trains on a batch and returns when the sampler has the new weights.
+    check: as `serve` has it, under the weights of the sampler.
+    version: what is measured.
+    others: what other orders are answered with.
+  """
+
+  def step(number: int, prompts: list[list[int]]) -> list[list[int]]:
+    made = generate(number, prompts)
+    update(earned(w, prompts, made))
+    return made
+
+  def draw() -> dict[str, int]:
+    made = generate(0, workloads.prompts(w, 0))
+    return {"draw": zlib.crc32(json.dumps(made).encode())}
+
+  workloads.serve(
+    w,
+    step,
+    check=check(),
+    version=version,
+    others=_orders(check, {"draw": draw, **(others or {})}),
+  )
+
+
+def _orders(
+  check: Callable[[], float],
+  others: Mapping[str, Callable[[], Mapping[str, Any]]] | None,
+) -> dict[str, Callable[[], Mapping[str, Any]]]:
+  """Returns what is answered besides steps; `memory` is the peak in bytes."""
+
+  def memory() -> dict[str, int]:
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory": used * 1024}
+
+  return {
+    "check": lambda: {"check": check()},
+    "memory": memory,
+    **(others or {}),
+  }
 
 
 def _say(answer: Mapping[str, Any]) -> None:

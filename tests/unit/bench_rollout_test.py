@@ -192,10 +192,8 @@ def test_compilations_after_the_warm_up_fail_their_goal(rollout):
 
 def test_another_model_ends_the_run(rollout):
   w = workloads.WORKLOADS["W1"]
-  own, alike, other = (
-    types.SimpleNamespace(name=name, ready={"check": check})
-    for name, check in (("own", -400.0), ("a", -403.0), ("b", -405.0))
-  )
-  rollout._same_model(w, [own, alike])
+  rollout.same_model(w, "a", [-400.0, -403.0])
   with pytest.raises(SystemExit, match="W1, b: expected .* got -405.00"):
-    rollout._same_model(w, [own, alike, other])
+    rollout.same_model(w, "b", [-400.0, -403.0, -405.0])
+  with pytest.raises(SystemExit, match="W1, b: expected .* got nan"):
+    rollout.same_model(w, "b", [-400.0, float("nan")])
