@@ -1,6 +1,6 @@
 """Our whole step on a workload, and the machine's limit, for bench/step.py.
 
-    echo 0 | python bench/own_step.py W1 [--rows N] [--engine_rows N] [--block N]
+    echo 0 | python bench/own_step.py W1 [--rows N] [--engine_rows N]
 
 The engine samples with weights that the trainer published, on the same device.
 """

@@ -11,7 +11,8 @@ must come out alike. Each system is a process of its own; they take turns, and
 the one whose turn it is has the machine to itself. An update is timed from
 lists of ids and rewards on the host to the new weights: packing or padding,
 advantages, forward and backward passes and AdamW are in it. Medians over the
-repeats. In the same turns the rate of large float32 products is measured.
+repeats. In the same turns the rate of large float32 products is measured. The
+peak of memory is of a process from its start, with compilers and libraries.
 
 Useful operations are three times those of a forward pass over each row's prompt
 and completion, with logits of completions only. Microbatches (`_ROWS`) are the
@@ -163,9 +164,7 @@ def measure(
       process = rollout.Process(system, folder)
       running.append(process)
       print(f"{w.name} {process.name}: {process.ready['version']}", flush=True)
-      rollout.same_model(
-        w, process.name, [p.ready["check"] for p in running]
-      )
+      rollout.same_model(w, process.name, [p.ready["check"] for p in running])
       alike(w, running, repeats)
     turns: dict[str, list] = {process.name: [] for process in running}
     for step in range(repeats):
@@ -222,9 +221,7 @@ def table(seen: Measured) -> None:
   load = " ".join(f"{x:.2f}" for x in os.getloadavg())
   print(f"\n{seen.w.name}, medians of {len(seen.limits)} (spread); load {load}")
   head = ("rows/s", "GFLOP/s, useful")
-  print(
-    f"{'':17} {head[0]:>22} {head[1]:>20}   own is  peak GiB  other cores"
-  )
+  print(f"{'':17} {head[0]:>22} {head[1]:>20}   own is  peak GiB  other cores")
   ours = statistics.median(seen.rates(_OWN))
   for name in seen.turns:
     rates, others = seen.rates(name), seen.others(name)
