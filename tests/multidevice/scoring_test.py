@@ -79,8 +79,8 @@ def _whole(shape: tuple[int, ...]) -> str:
 @pytest.mark.parametrize("name", ["tensor", "context"])
 def test_several_targets_are_scored_where_they_lie(name):
   params, home, lie = _placed(_AXES[name])
-  hidden, targets, temperature, wanted = _inputs()
-  several = (targets[..., None] + np.array([0, 7, 0])) % _VOCAB
+  hidden, targets, temperature, wanted = map(jnp.asarray, _inputs())
+  several = (targets[..., None] + jnp.array([0, 7, 0])) % _VOCAB
 
   def total(head, hidden, sharding=None):
     more = dict(chunk=5, wanted=wanted, sharding=sharding)

@@ -125,8 +125,8 @@ class TopK:
     left, rest = (1 - jnp.sum(jnp.exp(x), axis=-1) for x in (teacher, policy))
     counts = left > _REST
     left, rest = (jnp.where(counts, x, 1.0) for x in (left, rest))
-    # Below, the logarithm goes on as a line: a policy that is sure of these
-    # tokens only still feels what it leaves out.
+    # Below, where float32 does not know it, the logarithm goes on as a line: a
+    # policy that is sure of these tokens still feels what it leaves out.
     log_rest = jnp.log(jnp.maximum(rest, _REST))
     log_rest += jnp.minimum(rest - _REST, 0.0) / _REST
     found += left * (jnp.log(left) - log_rest)
