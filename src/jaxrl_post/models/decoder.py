@@ -163,40 +163,26 @@ def logprobs(
 def most_probable(
   decoder: Decoder,
   params: types.Tree,
+  hidden: Float[Array, "B T D"],
   num: int,
   *,
-  tokens: Int[Array, "B T"],
-  positions: Int[Array, "B T"],
-  segment_ids: Int[Array, "B T"],
-  prefix_ids: Int[Array, "B T"] | None = None,
   temperature: Float[Array, "B T"],
   wanted: Bool[Array, "B T"] | None = None,
 ) -> tuple[Int[Array, "B T {num}"], Float[Array, "B T {num}"]]:
   """Finds what is most probable in the place of each token.
 
   Args:
-    decoder: the model, and the rest as in `logprobs`.
+    decoder: the model.
     params: weights.
+    hidden: what `states` returns for the tokens.
     num: how many ids.
-    tokens: ids.
-    positions: of each.
-    segment_ids: which tokens are one sequence, or a piece of one.
-    prefix_ids: the piece before.
     temperature: that each token was sampled at.
     wanted: which places are asked.
 
   Returns:
     Ids, the most probable first, and their log-probabilities, aligned with
-    `tokens`; without a gradient, and 0 where not wanted.
+    tokens; without a gradient, and 0 where not wanted.
   """
-  hidden = states(
-    decoder,
-    params,
-    tokens=tokens,
-    positions=positions,
-    segment_ids=segment_ids,
-    prefix_ids=prefix_ids,
-  )
   temperature, wanted = jax.tree.map(
     lambda x: jnp.roll(x, -1, axis=1), (temperature, wanted)
   )

@@ -407,11 +407,8 @@ def _probable(
   return lambda part: decoders.most_probable(
     decoder,
     teacher,
+    _states(decoder, teacher, part),
     num,
-    tokens=part.tokens,
-    positions=part.positions,
-    segment_ids=part.segment_ids,
-    prefix_ids=part.prefix_ids,
     temperature=sequences.gather(part.temperature, part.sequence, fill=1.0),
     wanted=part.loss_mask > 0,
   )
