@@ -7,9 +7,12 @@ import json
 import pathlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from absl import logging
 
 from jaxrl_post import config, types
+from jaxrl_post.algos import algorithm
 from jaxrl_post.data import dataset, pack
 from jaxrl_post.envs import events, single_turn
 from jaxrl_post.envs import ledger as ledgers
@@ -241,6 +244,56 @@ def layout(
   )
 
 
+def _check_parts(algo: algorithm.Algorithm, layout: pack.Layout) -> None:
+  """Runs an algorithm on shapes alone: parts of the user's own may be wrong.
+
+  Raises:
+    InputError: or whatever such a part raises.
+  """
+
+  # Shapes take the place of arrays, hence Any.
+  def of(*shape: int, dtype: str = "float32") -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+  num, shape = layout.rollouts, (layout.rows, layout.length)
+  tokens, ids = of(*shape), of(*shape, dtype="int32")
+  known = tokens if "reference" in algo.needs else None
+  top = of(*shape, algo.candidates) if algo.candidates else None
+  jax.eval_shape(
+    algo.advantages,
+    types.AdvantageInputs(
+      rewards=of(num),
+      group_ids=of(num, dtype="int32"),
+      sequence=ids,
+      segment_ids=ids,
+      loss_mask=tokens,
+      turn_rewards=tokens,
+      penalty=tokens,
+      old_logprobs=tokens,
+      reference_logprobs=known,
+      values=None if algo.critic is None else tokens,
+    ),
+  )
+  jax.eval_shape(
+    algo.loss,
+    types.LossInputs(
+      logprobs=tokens,
+      entropy=tokens,
+      old_logprobs=tokens,
+      sampler_logprobs=tokens,
+      reference_logprobs=known,
+      advantages=tokens,
+      loss_mask=tokens,
+      shares=tokens,
+      segment_ids=ids,
+      lag=tokens,
+      num_tokens=of(),
+      teacher_logprobs=top,
+      candidate_logprobs=top,
+    ),
+  )
+
+
 def plan(
   cfg: config.Run, parts: Parts, num_devices: int, processes: int = 1
 ) -> str:
@@ -273,7 +326,7 @@ def plan(
     cfg.placement,
     shares,
     rollouts=cfg.rows,
-    microbatches=cfg.optim.microbatches * cfg.optim.minibatches,
+    cut=cfg.optim,
     engine_rows=cfg.sampling.rows,
     engines=engines,
   )
@@ -284,6 +337,7 @@ def plan(
       "data.epochs."
     )
   made = layout(cfg, parts.decoder.config, shares.training)
+  _check_parts(cfg.algo, made)
   cut = made.microbatches * made.minibatches
   idle = f", {shares.idle} idle" if shares.idle else ""
   many = f" in {processes} processes" if processes > 1 else ""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from jaxrl_post import config, types
 from jaxrl_post.data import pack
@@ -177,15 +178,23 @@ class Recorder:
 
   def _check_skipped(self, step: int, line: Mapping[str, float]) -> None:
     bad = line["loss/bad_updates"] > 0
+    if bad:
+      logging.warning(
+        "step %d: an update was skipped: loss %s, gradient norm %s, or the "
+        "update itself is not finite",
+        step,
+        line["loss/policy"],
+        line["loss/grad_norm"],
+      )
     self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
     most = self._cfg.optim.max_skipped
     if self._skipped_in_a_row > most:
       raise types.RunError(
-        f"step {step}: expected a finite loss and gradient, got loss "
-        f"{line['loss/policy']} and norm {line['loss/grad_norm']}, "
-        f"{self._skipped_in_a_row} times in a row (optim.max_skipped={most}). "
-        "The newest checkpoint is of good weights; lower the learning rate and "
-        "start again from it."
+        f"step {step}: expected a finite loss, gradient and update, got loss "
+        f"{line['loss/policy']}, gradient norm {line['loss/grad_norm']} and an "
+        f"update that was skipped, {self._skipped_in_a_row} times in a row "
+        f"(optim.max_skipped={most}). The newest checkpoint is of good "
+        "weights. Lower the learning rate, in a new folder."
       )
 
 

@@ -33,7 +33,7 @@ WRONG = {
   "positional argument": (("num_steps=3",), "got 'num_steps=3'"),
   "rows that do not divide": (
     runs.settings("placement.training.fsdp=3", "placement.generation.data=3"),
-    "expected a multiple of 3 data-parallel parts x 1 microbatches, got 16",
+    "expected a multiple of 3 data-parallel parts x 1 microbatches x 1 ",
   ),
 }
 

@@ -135,8 +135,9 @@ def test_c115_a_loss_that_is_not_finite_stops_a_run_of_no_patience(
   with pytest.raises(types.RunError) as error:
     runs.train(tmp_path, "optim.max_skipped=0", *EVERY_STEP)
   text = str(error.value)
-  assert text.startswith("step 3: expected a finite loss and gradient, got los")
-  assert "loss nan and norm nan, 1 times in a row" in text
+  assert text.startswith("step 3: expected a finite loss, gradient and update")
+  assert "loss nan, gradient norm nan and an update that was" in text
+  assert "skipped, 1 times in a row" in text
   assert "\n" not in text
   # The last good one is kept, and none of the bad step is written.
   assert runs.steps(tmp_path) == [1, 2]

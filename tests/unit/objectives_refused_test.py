@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax.numpy as jnp
 import pytest
 
 from jaxrl_post import types
@@ -20,6 +21,7 @@ from jaxrl_post.algos import (
   reinforce_pp,
 )
 from jaxrl_post.algos import objective as objectives
+from tests.unit import objective_inputs as small
 
 _NAN, _INF = float("nan"), float("inf")
 
@@ -49,6 +51,28 @@ _WITH_SIGNAL = divergence.Kl(0.1, without_signal=False)
 
 def _top(**parts):
   return dataclasses.replace(distill.top(), **parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own:
+  advantages: object
+  needs = frozenset()
+
+
+def _scored(own):
+  rows = jnp.ones((2, 3))
+  _OBJECTIVE(baseline=_Own(own)).advantages(
+    types.AdvantageInputs(
+      rewards=jnp.ones(4),
+      group_ids=jnp.zeros(4, jnp.int32),
+      sequence=rows.astype(jnp.int32),
+      segment_ids=rows.astype(jnp.int32),
+      loss_mask=rows,
+      turn_rewards=rows,
+      penalty=rows,
+      old_logprobs=rows,
+    )
+  )
 
 
 _CASES = [
@@ -138,9 +162,45 @@ _CASES = [
     filters=(corrections.Importance(),),
   ),
   _case("baseline", _OBJECTIVE, baseline=_Oracle()),
+  _case("region", _OBJECTIVE, region="clip"),
+  _case("reducer", _OBJECTIVE, reducer=None),
+  _case("baseline", _OBJECTIVE, baseline="group"),
   _case("kl.place", _OBJECTIVE, baseline=baselines.Teacher(), kl=_IN_REWARD),
   _case("kl.place", _OBJECTIVE, baseline=baselines.Preference(), kl=_IN_REWARD),
 ]
+
+
+@pytest.mark.parametrize(
+  "own",
+  [
+    lambda x, inputs: x[:, :1],
+    lambda x, inputs: x.sum(),
+    lambda x, inputs: x > 0,
+    lambda x, inputs: None,
+  ],
+  ids=("column", "number", "bool", "none"),
+)
+def test_an_own_loss_is_a_float_for_each_token(own):
+  with pytest.raises(
+    types.InputError, match=r"algo\.region: expected one that"
+  ):
+    _OBJECTIVE(region=own).loss(small.inputs([-1.0, -2.0]))
+
+
+@pytest.mark.parametrize(
+  "own",
+  [
+    lambda inputs: inputs.rewards,
+    lambda inputs: inputs.rewards.sum(),
+    lambda inputs: inputs.loss_mask > 0,
+  ],
+  ids=("sequence", "number", "bool"),
+)
+def test_an_own_baseline_is_a_float_for_each_token(own):
+  with pytest.raises(
+    types.InputError, match=r"algo\.baseline: expected one th"
+  ):
+    _scored(own)
 
 
 @pytest.mark.parametrize(("where", "make"), _CASES)

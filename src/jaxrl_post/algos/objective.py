@@ -9,7 +9,7 @@ room with an `objective` is a named algorithm: parts and defaults of its paper.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +112,7 @@ class Objective:
   mask_truncated: bool = False
 
   def __post_init__(self) -> None:
+    self._check_kinds()
     losses.check_choice("algo.ratio", self.ratio, losses.Level)
     losses.check_choice("algo.proximal", self.proximal, Proximal)
     if not 0 <= self.entropy < math.inf:
@@ -127,6 +128,18 @@ class Objective:
         f"needs no more than {', '.join(sorted(provided))}."
       )
     self._check_pairs()
+
+  def _check_kinds(self) -> None:
+    for where, kind, part in (
+      ("baseline", Baseline, self.baseline),
+      ("region", Region | Callable, self.region),
+      ("reducer", Reducer, self.reducer),
+    ):
+      if not isinstance(part, kind):
+        raise types.InputError(
+          f"algo.{where}: expected a part as docs/algorithms.md has them, got "
+          f"{part!r}. Take one of those, or give yours what they have."
+        )
 
   def _check_pairs(self) -> None:
     score = isinstance(self.region, losses.Score)
@@ -274,7 +287,8 @@ class Objective:
     Returns:
       One number a token, 0 where the mask is 0.
     """
-    return self.baseline.advantages(self._penalised(inputs))
+    found = self.baseline.advantages(self._penalised(inputs))
+    return _of_tokens("algo.baseline", found, inputs.loss_mask)
 
   def returns(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
     """Says what the critic is to predict, of the same rewards as `advantages`.
@@ -321,6 +335,7 @@ class Objective:
       token_loss, clipped = self.region.losses(log_ratio, inputs)
     else:
       found = self.region(log_ratio, losses.masked(inputs))
+      found = _of_tokens("algo.region", found, mask)
       token_loss = jnp.where(mask > 0, found, 0.0)
     entropy = jnp.where(mask > 0, inputs.entropy, 0.0)
     shown = {"loss/clip_fraction": clipped, "loss/entropy": entropy}
@@ -356,3 +371,16 @@ class Objective:
       inputs.logprobs, inputs.sampler_logprobs, inputs.loss_mask
     )
     return jax.lax.stop_gradient(inputs.sampler_logprobs + share * gap)
+
+
+def _of_tokens(where: str, found: Any, mask: jax.Array) -> jax.Array:
+  """Refuses what a part returns unless it is a number for each token."""
+  shape = getattr(found, "shape", None)
+  kind = getattr(found, "dtype", type(found).__name__)
+  if shape != mask.shape or not jnp.issubdtype(kind, jnp.floating):
+    got = kind if shape is None else f"{kind} {list(shape)}"
+    raise types.InputError(
+      f"{where}: expected one that returns a float for each token, "
+      f"{list(mask.shape)}, got {got}. Correct the function."
+    )
+  return found

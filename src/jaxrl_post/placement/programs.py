@@ -120,7 +120,7 @@ def check_rows(
   shares: meshes.Shares,
   *,
   rollouts: int,
-  microbatches: int,
+  cut: optim.Optim,
   engine_rows: int,
   engines: int = 1,
 ) -> None:
@@ -130,7 +130,7 @@ def check_rows(
     cfg: the placement.
     shares: devices of each side.
     rollouts: of a training batch.
-    microbatches: parts it is cut into.
+    cut: its microbatches and minibatches.
     engine_rows: completions in flight, in all engines together.
     engines: how many there are, with equal shares of `engine_rows`.
 
@@ -138,11 +138,12 @@ def check_rows(
     InputError: names both numbers.
   """
   training = meshes.row_parts(cfg.training, shares.training)
-  if rollouts % (training * microbatches):
+  if rollouts % (training * cut.microbatches * cut.minibatches):
     raise types.InputError(
       f"groups_per_step x group_size: expected a multiple of {training} "
-      f"data-parallel parts x {microbatches} microbatches, got {rollouts} "
-      "rollouts. Change it, the microbatches or the placement."
+      f"data-parallel parts x {cut.microbatches} microbatches x "
+      f"{cut.minibatches} minibatches, got {rollouts} rollouts. Change it, "
+      "optim.microbatches, optim.minibatches or the placement."
     )
   generation = meshes.row_parts(cfg.generation, shares.generation)
   parts = math.lcm(generation, engines)

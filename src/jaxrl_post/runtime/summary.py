@@ -27,7 +27,7 @@ def text(rows: Sequence[Row]) -> str:
   Returns:
     The reward curve, first and last evaluation, and the four numbers: rollouts
     per device-hour, idle fraction of each stage, weight-sync latency,
-    staleness. At most 80 columns.
+    staleness; and how many updates were skipped, if any. At most 80 columns.
   """
   steps = [row for row in rows if "reward/mean" in row]
   if not steps:
@@ -64,8 +64,13 @@ def text(rows: Sequence[Row]) -> str:
     "weight sync": f"{1000 * middle:.1f} ms (median of steps)"
     if latencies
     else "not measured: no weights were sampled after an update",
-    "staleness": f"mean {mean:.2f} in the last step, max {lag:.0f} in any",
+    "staleness": "not measured: no token trained"
+    if math.isnan(lag)
+    else f"mean {mean:.2f} in the last step, max {lag:.0f} in any",
   }
+  bad = sum(_number(row, "loss/bad_updates") > 0 for row in steps)
+  if bad:
+    facts["skipped"] = f"updates of {bad} of {len(steps)} steps: not finite"
   lines += [f"{label:<24} {fact}" for label, fact in facts.items()]
   return "\n".join(lines)
 

@@ -35,7 +35,7 @@ class Lora:
     once = len(set(self.targets)) == len(self.targets) > 0
     rules = (
       (self.rank >= 1, "rank", ">= 1", self.rank),
-      (0 < self.alpha < math.inf, "alpha", "> 0", self.alpha),
+      (0 < self.alpha <= 1e30, "alpha", "in (0, 1e30]", self.alpha),
       (once, "targets", "names of matrices, each once", self.targets),
     )
     for holds, name, rule, value in rules:

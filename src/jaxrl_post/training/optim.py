@@ -1,7 +1,6 @@
 """The optimizer: one of optax, with clipping, weight decay and a schedule."""
 
 import dataclasses
-import math
 from typing import Literal
 
 import jax
@@ -61,7 +60,7 @@ class Optim:
 
   def __post_init__(self) -> None:
     rules = (
-      ("learning_rate", 0 <= self.learning_rate < math.inf, ">= 0"),
+      ("learning_rate", 0 <= self.learning_rate <= 1e30, "in [0, 1e30]"),
       ("warmup_steps", self.warmup_steps >= 0, ">= 0"),
       ("b1", 0 <= self.b1 < 1, "in [0, 1)"),
       ("b2", 0 <= self.b2 < 1, "in [0, 1)"),
