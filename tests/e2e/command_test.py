@@ -161,6 +161,20 @@ def _trained(tmp_path_factory):
   return cwd / "run", saved, train, test
 
 
+@pytest.mark.parametrize(
+  ("exp", "words"),
+  [
+    ("with_a_word", "algo.region: expected a part as docs/algorithms.md has"),
+    ("with_a_sum", "algo.region: expected one that returns a float for each"),
+  ],
+)
+def test_a_part_that_cannot_train_is_refused_in_a_dry_run(tmp_path, exp, words):
+  end = runs.run(tmp_path, runs.experiment(exp), "--mode=dry_run")
+  assert end.code == 2
+  assert [words in line for line in end.err.splitlines()].count(True) == 1
+  assert "Traceback" not in end.err
+
+
 def test_dry_run_prints_the_run_and_touches_no_folder(tmp_path):
   end = runs.run(tmp_path, runs.experiment(), "--mode=dry_run", "--workdir=run")
   assert end.code == 0, end.err

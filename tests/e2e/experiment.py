@@ -190,6 +190,18 @@ def with_kl() -> config.Run:
   return dataclasses.replace(get_config(), algo=algo)
 
 
+def with_a_word() -> config.Run:
+  """A trust region that is none."""
+  words: Any = {"region": "clip"}
+  return dataclasses.replace(get_config(), algo=objectives.Objective(**words))
+
+
+def with_a_sum() -> config.Run:
+  """A loss of the user's own that is one number."""
+  algo = objectives.Objective(region=lambda log_ratio, _: log_ratio.sum())
+  return dataclasses.replace(get_config(), algo=algo)
+
+
 def from_file() -> config.Run:
   """Reads its prompts from data.jsonl in the folder it is started in."""
   run = get_config()

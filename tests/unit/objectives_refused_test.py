@@ -162,9 +162,6 @@ _CASES = [
     filters=(corrections.Importance(),),
   ),
   _case("baseline", _OBJECTIVE, baseline=_Oracle()),
-  _case("region", _OBJECTIVE, region="clip"),
-  _case("reducer", _OBJECTIVE, reducer=None),
-  _case("baseline", _OBJECTIVE, baseline="group"),
   _case("kl.place", _OBJECTIVE, baseline=baselines.Teacher(), kl=_IN_REWARD),
   _case("kl.place", _OBJECTIVE, baseline=baselines.Preference(), kl=_IN_REWARD),
 ]
@@ -181,9 +178,7 @@ _CASES = [
   ids=("column", "number", "bool", "none"),
 )
 def test_an_own_loss_is_a_float_for_each_token(own):
-  with pytest.raises(
-    types.InputError, match=r"algo\.region: expected one that"
-  ):
+  with pytest.raises(types.InputError, match=r"algo\.region: expected one"):
     _OBJECTIVE(region=own).loss(small.inputs([-1.0, -2.0]))
 
 
@@ -197,9 +192,7 @@ def test_an_own_loss_is_a_float_for_each_token(own):
   ids=("sequence", "number", "bool"),
 )
 def test_an_own_baseline_is_a_float_for_each_token(own):
-  with pytest.raises(
-    types.InputError, match=r"algo\.baseline: expected one th"
-  ):
+  with pytest.raises(types.InputError, match=r"algo\.baseline: expected one"):
     _scored(own)
 
 
