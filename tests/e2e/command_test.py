@@ -107,7 +107,7 @@ def test_rows_of_the_engine_must_divide():
 
 
 def test_microbatches_must_divide():
-  assert "16 rows" in refused("optim.microbatches=5")
+  assert "16 rollouts" in refused("optim.microbatches=5")
 
 
 def test_a_missing_model_folder_is_named():
