@@ -183,7 +183,7 @@ def test_dry_run_prints_the_run_and_touches_no_folder(tmp_path):
   assert "num_steps = 4" in leaves
   cfg = runs.configured()
   assert len(leaves) == len(config.leaves(cfg)) + len(config.classes(cfg))
-  assert plan.startswith("a step: 4 prompts x 4 = 16 rows")
+  assert plan.startswith("a step: 4 prompts x 4 = 16 rollouts")
   assert list(tmp_path.iterdir()) == []
 
 

@@ -62,7 +62,7 @@ def test_a_recipe_with_its_inputs_passes_a_dry_run(name, inputs):
     run = config.override(run, [*inputs, *SMALL])
   parts = prepare.prepare(run)
   plan = prepare.plan(run, parts, run.placement.cpu_devices or 2)
-  assert f"= {run.rows} rows" in plan
+  assert f"= {run.rows} rollouts" in plan
   assert plan.endswith(", 0 dropped")
 
 

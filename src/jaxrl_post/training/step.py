@@ -237,7 +237,7 @@ def _update(
   critic_optimizer: optax.GradientTransformation | None = None,
   microbatches: int,
   is_old: bool,
-  trains: trained.Setting,
+  trains: trained.Setting = None,
 ) -> tuple[types.TrainState, dict[str, jax.Array]]:
   """Takes one optimizer step; neither `step` nor `version` changes."""
   num_tokens = jnp.sum(batch.loss_mask)
