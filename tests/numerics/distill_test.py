@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.algos import distill
+from jaxrl_post.algos import distill, divergence
 from jaxrl_post.models import transformer
 from jaxrl_post.training import step
 from tests.numerics import critics as batches
@@ -251,3 +251,17 @@ def test_a_step_without_a_teacher_is_refused():
   score, _ = _steps(2)
   with pytest.raises(ValueError, match="expected a reference, got none"):
     score(_start().params, batches.packed())
+
+
+def test_a_kl_in_the_loss_scores_the_tokens_alone():
+  algo = dataclasses.replace(distill.top(4), kl=divergence.Kl(0.1))
+  batch, state = batches.packed(), _start()
+  words = {"decoder": batches.DECODER, "algo": algo}
+  scored = jax.jit(functools.partial(step.score, **words))(
+    state.params, batch, reference=_teacher()
+  )
+  assert scored.reference_logprobs.shape == batch.tokens.shape
+  _, metrics = jax.jit(
+    functools.partial(step.update, optimizer=batches.policy_tx(), **words)
+  )(state, scored)
+  assert metrics["loss/kl"] > 0 and metrics["loss/skipped"] == 0

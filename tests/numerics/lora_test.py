@@ -177,7 +177,8 @@ def test_gradients_are_the_chain_rule_of_the_whole_ones(cfg):
   batch = jax.tree.map(jnp.asarray, batches._packed())
 
   def loss(params):
-    found, _ = step._logprobs(DECODER, params, batch)
+    hidden = step._states(DECODER, params, batch)
+    found, _ = step._logprobs(DECODER, params, batch, hidden)
     return jnp.sum(found * jnp.cos(jnp.arange(found.shape[1])))
 
   params, change = making.params(), adapters(cfg)
@@ -226,28 +227,19 @@ def test_a_product_has_the_gradient_of_its_sum_in_bfloat16_too():
 
 def test_no_gradient_of_the_size_of_a_weight_is_made():
   """Nothing of the size of a stacked weight is computed in the whole step."""
-  state = start(LORA)
-  text = str(
-    jax.make_jaxpr(
-      functools.partial(
-        step.update,
-        decoder=DECODER,
-        algo=grpo.objective(),
-        optimizer=batches._optimizer(),
-        trains=LORA,
-      )
-    )(state, scored(state, LORA))
-  )
-  full = str(
-    jax.make_jaxpr(
-      functools.partial(
-        step.update,
-        decoder=DECODER,
-        algo=grpo.objective(),
-        optimizer=batches._optimizer(),
-      )
-    )(start(None), scored(start(None), None))
-  )
+
+  def program(trains):
+    update = functools.partial(
+      step.update,
+      decoder=DECODER,
+      algo=grpo.objective(),
+      optimizer=batches._optimizer(),
+      trains=trains,
+    )
+    state = start(trains)
+    return str(jax.make_jaxpr(update)(state, scored(state, trains)))
+
+  text, full = program(LORA), program(None)
   stacked = f"f32[2,{CONFIG.width},{CONFIG.ff_width}]"
 
   def made(text):

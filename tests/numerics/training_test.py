@@ -121,7 +121,8 @@ def _gradient(batch):
   batch = score(_params(), batch)
 
   def loss(params):
-    logprobs, entropy = step._logprobs(_DECODER, params, batch)
+    hidden = step._states(_DECODER, params, batch)
+    logprobs, entropy = step._logprobs(_DECODER, params, batch, hidden)
     return grpo.objective().loss(_inputs(batch, logprobs, entropy))[0]
 
   return jax.jit(jax.value_and_grad(loss))(_params())

@@ -100,51 +100,58 @@ def logprobs(
   params: types.Tree,
   *,
   tokens: Int[Array, "B T"],
-  positions: Int[Array, "B T"],
-  segment_ids: Int[Array, "B T"],
-  prefix_ids: Int[Array, "B T"] | None = None,
   temperature: Float[Array, "B T"],
   wanted: Bool[Array, "B T"] | None = None,
-  candidates: Int[Array, "B T num"] | None = None,
-  hidden: Float[Array, "B T D"] | None = None,
-) -> tuple[Float[Array, "B T *num"], Float[Array, "B T"]]:
+  **places: jax.Array,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
   """Scores every token of each row, given the tokens before it.
 
   Args:
     decoder: the model.
     params: weights.
     tokens: ids.
-    positions: as in `transformer.forward`, likewise those that follow.
-    segment_ids: which tokens are one sequence, or a piece of one.
-    prefix_ids: the piece before; None where all are whole.
     temperature: that each token was sampled at; 0 counts as 1.
     wanted: which tokens are scored; None for all. What is not wanted costs no
       logits.
-    candidates: other ids that are scored in the place of each token, behind the
-      token itself: log-probabilities are then [B, T, 1 + num].
-    hidden: what `states` returns for these tokens, where it is at hand.
+    **places: positions, segment_ids and prefix_ids, as in `states`.
+
+  Returns:
+    As `score`.
+  """
+  hidden = states(decoder, params, tokens=tokens, **places)
+  return score(
+    decoder, params, hidden, tokens, temperature=temperature, wanted=wanted
+  )
+
+
+def score(
+  decoder: Decoder,
+  params: types.Tree,
+  hidden: Float[Array, "B T D"],
+  tokens: Int[Array, "B T *num"],
+  *,
+  temperature: Float[Array, "B T"],
+  wanted: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T *num"], Float[Array, "B T"]]:
+  """Scores what stands, or could stand, in the place of each token.
+
+  Args:
+    decoder: the model.
+    params: weights.
+    hidden: what `states` returns for the tokens.
+    tokens: ids; of a place, or a last dim of them.
+    temperature: that each token was sampled at; 0 counts as 1.
+    wanted: which places are scored; None for all.
 
   Returns:
     Log-probabilities and entropies in nats, aligned with `tokens`; 0 where not
     wanted, and at the first position, which nothing predicts. The first token
     of a later segment is scored by the segment before it, which means nothing.
   """
-  if hidden is None:
-    hidden = states(
-      decoder,
-      params,
-      tokens=tokens,
-      positions=positions,
-      segment_ids=segment_ids,
-      prefix_ids=prefix_ids,
-    )
-  targets = tokens
-  if candidates is not None:
-    targets = jnp.concatenate([tokens[..., None], candidates], axis=-1)
   # Hidden states stay as they lie on the devices; what the last ones predict
   # is dropped.
   targets, temperature, wanted = jax.tree.map(
-    lambda x: jnp.roll(x, -1, axis=1), (targets, temperature, wanted)
+    lambda x: jnp.roll(x, -1, axis=1), (tokens, temperature, wanted)
   )
   found = scoring.token_logprobs(
     params,

@@ -116,14 +116,14 @@ def score(
   known = None
   if needs_reference(algo) and reference is None:
     raise ValueError("score: expected a reference, got none")
-  if algo.candidates:
-    find = _probable(decoder, reference, algo.candidates)
-    ids, found = portions.each(find, batch, microbatches)
-    batch = dataclasses.replace(batch, teacher_ids=ids, teacher_logprobs=found)
   if "reference" in algo.needs:
     find = _scored(decoder, reference)
     known, _ = portions.each(find, batch, microbatches)
     batch = dataclasses.replace(batch, reference_logprobs=known)
+  if algo.candidates:
+    find = _probable(decoder, reference, algo.candidates)
+    ids, found = portions.each(find, batch, microbatches)
+    batch = dataclasses.replace(batch, teacher_ids=ids, teacher_logprobs=found)
   if algo.critic is not None and not heads:
     values = portions.each(_valued(decoder, critic), batch, microbatches)
     batch = dataclasses.replace(batch, values=values)
@@ -253,7 +253,7 @@ def _update(
     inputs = _loss_inputs(
       algo,
       part,
-      _logprobs(decoder, params, part, hidden, candidates=part.teacher_ids),
+      _logprobs(decoder, params, part, hidden),
       version=state.version,
       is_old=is_old,
       shares=shares,
@@ -364,21 +364,22 @@ def _logprobs(
   decoder: decoders.Decoder,
   params: types.Tree,
   batch: types.Batch,
-  hidden: Float[Array, "B T D"] | None = None,
-  candidates: Int[Array, "B T num"] | None = None,
+  hidden: Float[Array, "B T D"],
 ) -> tuple[Float[Array, "B T *num"], Float[Array, "B T"]]:
-  """Scores the tokens that train; log-probabilities and entropies, else 0."""
-  return decoders.logprobs(
+  """Scores the tokens that train; log-probabilities and entropies, else 0.
+
+  Where a teacher's candidates are known, they are scored behind each token.
+  """
+  tokens = batch.tokens
+  if batch.teacher_ids is not None:
+    tokens = jnp.concatenate([tokens[..., None], batch.teacher_ids], axis=-1)
+  return decoders.score(
     decoder,
     params,
-    tokens=batch.tokens,
-    positions=batch.positions,
-    segment_ids=batch.segment_ids,
-    prefix_ids=batch.prefix_ids,
+    hidden,
+    tokens,
     temperature=sequences.gather(batch.temperature, batch.sequence, fill=1.0),
     wanted=batch.loss_mask > 0,
-    hidden=hidden,
-    candidates=candidates,
   )
 
 
