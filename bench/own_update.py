@@ -1,15 +1,16 @@
 """Our update on a workload, and what the machine allows, for bench/update.py.
 
-    echo 0 | python bench/own_update.py W1 [--rows N]
+    echo 0 | python bench/own_update.py W1 [--rows N] [--padded]
 
-The order `limits` times large float32 matrix products.
+With --padded every completion takes the room of the longest. The order `limits`
+times large float32 matrix products.
 """
 
 import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import own as owns
@@ -29,9 +30,19 @@ from jaxrl_post.training import optim
 _SQUARE, _LIMIT_S = 2048, 0.5
 
 
-def groups(w: workloads.Workload, batch: scored.Batch) -> list[types.Group]:
-  """Returns a batch as the stream hands it to the trainer."""
+def groups(
+  w: workloads.Workload, batch: scored.Batch, *, padded: bool = False
+) -> list[types.Group]:
+  """Returns a batch as the stream hands it to the trainer.
+
+  Args:
+    w: the workload.
+    batch: what was sampled.
+    padded: lengthen each completion to the longest that may be, with tokens
+      that do not train: then no two fit into a row.
+  """
   found = []
+  fill = w.max_tokens if padded else 0
   for first in range(0, w.rows, w.group):
     prompt = types.Prompt(
       uid=first, tokens=tuple(batch.prompts[first]), text="", reference=None
@@ -39,13 +50,7 @@ def groups(w: workloads.Workload, batch: scored.Batch) -> list[types.Group]:
     rollouts = tuple(
       types.Rollout(
         prompt=prompt,
-        completion=types.Completion(
-          uid=row,
-          tokens=tuple(batch.completions[row]),
-          logprobs=(0.0,) * len(batch.completions[row]),
-          versions=(0,) * len(batch.completions[row]),
-          finish="length",
-        ),
+        completion=_completion(row, batch.completions[row], fill),
         temperature=1.0,
         text="",
         reward=batch.rewards[row],
@@ -56,6 +61,20 @@ def groups(w: workloads.Workload, batch: scored.Batch) -> list[types.Group]:
   return found
 
 
+def _completion(
+  uid: int, tokens: Sequence[int], length: int
+) -> types.Completion:
+  """Makes a completion of at least a length."""
+  more = max(length - len(tokens), 0)
+  return types.Completion(
+    uid=uid,
+    tokens=(*tokens, *(workloads.PAD_ID,) * more),
+    logprobs=(0.0,) * (len(tokens) + more),
+    versions=(*(0,) * len(tokens), *(-1,) * more),
+    finish="length",
+  )
+
+
 class Trained:
   """The state that updates change, its compiled steps, and its policy."""
 
@@ -64,6 +83,8 @@ class Trained:
     w: workloads.Workload,
     microbatches: int,
     away: types.Tree | None = None,
+    *,
+    padded: bool = False,
   ) -> None:
     """Places weights and optimizer; nothing of the update is compiled yet.
 
@@ -72,8 +93,9 @@ class Trained:
       microbatches: parts of a batch.
       away: shardings of an engine's weights. None if nobody samples: then
         updates use the memory of the weights again.
+      padded: as of `groups`.
     """
-    self._w = w
+    self._w, self._padded = w, padded
     cfg = owns.config(w)
     self._layout = pack.layout(
       w.rows,
@@ -123,7 +145,8 @@ class Trained:
 
   def update(self, batch: scored.Batch) -> None:
     """Packs, scores and trains a batch, and publishes the weights."""
-    rows = self._trainer.put(pack.pack(groups(self._w, batch), self._layout))
+    found = groups(self._w, batch, padded=self._padded)
+    rows = self._trainer.put(pack.pack(found, self._layout))
     ready = self._trainer.score(self._state, rows)
     self._state, _ = self._trainer.update(self._state, ready)
     self._updates += 1
@@ -164,8 +187,11 @@ def limits() -> Callable[[], dict[str, float]]:
 
 def main() -> None:
   """Reads the command line and serves."""
-  w, chosen = scored.asked(__doc__)
-  trained = Trained(w, w.rows // chosen.rows)
+  w, chosen = scored.asked(
+    __doc__,
+    padded={"action": "store_true", "help": "give all the longest's room"},
+  )
+  trained = Trained(w, w.rows // chosen.rows, padded=chosen.padded)
   scored.serve(
     w,
     trained.update,

@@ -102,7 +102,18 @@ def test_goals_are_against_the_better_peer_and_the_limit(scripts):
   useful = scored.flops(workloads.WORKLOADS["W2"], [64, 64]) / 2.0 / 1e9
   assert got["W2/of_products"]["value"] == round(useful / 100.0, 4)
   assert got["W2/of_products"]["met"] == (useful >= 65)
-  assert figures(update, "W4", turns) == {}
+
+
+def test_packing_is_judged_where_lengths_differ(scripts):
+  turns = {
+    "own": [turn(2.0, 16, 64)] * 3,
+    "own,padded": [turn(2.9, 16, 64)] * 3,
+    "tunix": [turn(1.0, 16, 64)] * 3,
+  }
+  got = figures(scripts[0], "W4", turns)
+  assert list(got) == ["W4/of_padded"]
+  assert got["W4/of_padded"]["value"] == 1.45
+  assert got["W4/of_padded"]["met"] is False
 
 
 def test_an_absent_peer_leaves_its_goal_open(scripts):

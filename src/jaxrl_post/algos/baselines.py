@@ -129,19 +129,10 @@ def discounted(
   Returns:
     The sums on the mask, 0 elsewhere.
   """
-
-  def one(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, ...]):
-    behind, segment = carry
-    reward, here, own = xs
-    behind = jnp.where(own == segment, behind, 0.0)
-    total = jnp.where(here > 0, reward + decay * behind, behind)
-    return (total, own), jnp.where(here > 0, total, 0.0)
-
-  rewards = jnp.where(mask > 0, rewards, 0.0)
-  start = (jnp.zeros(rewards.shape[0]), segment_ids[:, -1])
-  xs = (rewards.T, mask.T, segment_ids.T)
-  _, sums = jax.lax.scan(one, start, xs, reverse=True)
-  return sums.T
+  own = mask > 0
+  keep = _same_as_next(segment_ids) * jnp.where(own, decay, 1.0)
+  sums = _from_behind(jnp.where(own, rewards, 0.0), keep)
+  return jnp.where(own, sums, 0.0)
 
 
 def following(
@@ -150,17 +141,28 @@ def following(
   segment_ids: Int[Array, "B T"],
 ) -> Float[Array, "B T"]:
   """Returns x at the next token of the mask; 0 at the last of a segment."""
+  own, joined = mask > 0, _same_as_next(segment_ids)
+  nearest = _from_behind(jnp.where(own, x, 0.0), jnp.where(own, 0.0, joined))
+  behind = jnp.pad(nearest[:, 1:], ((0, 0), (0, 1)))
+  return jnp.where(own, joined * behind, 0.0)
 
-  def one(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, ...]):
-    behind, segment = carry
-    value, here, own = xs
-    behind = jnp.where(own == segment, behind, 0.0)
-    return (jnp.where(here > 0, value, behind), own), behind
 
-  start = (jnp.zeros(x.shape[0]), segment_ids[:, -1])
-  xs = (x.T, mask.T, segment_ids.T)
-  _, values = jax.lax.scan(one, start, xs, reverse=True)
-  return values.T * mask
+def _same_as_next(segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
+  """Returns 1 where the next token is of the same segment, 0 elsewhere."""
+  same = segment_ids[:, :-1] == segment_ids[:, 1:]
+  return jnp.pad(same.astype(jnp.float32), ((0, 0), (0, 1)))
+
+
+def _from_behind(
+  x: Float[Array, "B T"], keep: Float[Array, "B T"]
+) -> Float[Array, "B T"]:
+  """Returns y_t = x_t + keep_t y_(t+1), in log T steps (Blelloch 1990)."""
+
+  def join(later: tuple[jax.Array, jax.Array], here: tuple):
+    return later[0] * here[0], here[1] + here[0] * later[1]
+
+  _, sums = jax.lax.associative_scan(join, (keep, x), reverse=True, axis=1)
+  return sums
 
 
 def last(
