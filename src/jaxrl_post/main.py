@@ -12,13 +12,13 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from absl import app, flags, logging
 
 from jaxrl_post import collect, config, loop, prepare, roles, serve, types
-from jaxrl_post.runtime import folder, signals, summary
+from jaxrl_post.runtime import compare, folder, signals, summary
 from jaxrl_post.runtime import hosts as hosts_lib
 
 _EXP = flags.DEFINE_string(
@@ -38,11 +38,12 @@ _WORKDIR = flags.DEFINE_string(
 _MODE = flags.DEFINE_enum(
   "mode",
   "train",
-  ["train", "eval", "rollout", "serve", "dry_run"],
+  ["train", "eval", "rollout", "serve", "dry_run", "compare"],
   "train; eval tests the newest checkpoint of --workdir, or the first weights "
   "without it; rollout samples and scores num_steps batches with them, trains "
   "none, and writes a dump; serve answers requests over gRPC with them; "
-  "dry_run only checks and prints.",
+  "dry_run only checks and prints; compare A B [C...] reads folders of runs "
+  "and says whether a change from A worked.",
 )
 _PORT = flags.DEFINE_integer(
   "port",
@@ -72,12 +73,21 @@ _DISTRIBUTED = flags.DEFINE_enum(
   "always lets JAX ask the launcher; off is one process.",
 )
 
+# Modes that read finished runs: least and most folders, and what is printed.
+_READERS: dict[
+  str, tuple[int, int | None, Callable[[Sequence[pathlib.Path]], str]]
+] = {
+  "compare": (2, 26, compare.text),
+}
 _INPUT_ERROR = 2
 _ADVICE = "; the same command goes on from the newest checkpoint, if any"
 
 
-def main(_: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
   """Runs what the flags say.
+
+  Args:
+    argv: the program, and the folders of a mode that reads finished runs.
 
   Returns:
     The exit code.
@@ -88,6 +98,8 @@ def main(_: Sequence[str]) -> int:
   stopper = signals.Stopper(_ADVICE if train else "", work)
   signals.listen(stopper.heard)
   try:
+    if _MODE.value in _READERS:
+      return _read(argv[1:])
     return _run(stopper)
   except types.InputError as error:
     # One line for what the user can mend; a traceback would hide it.
@@ -101,6 +113,26 @@ def main(_: Sequence[str]) -> int:
   except SystemExit as error:  # of an experiment or a library, with any code
     print(f"error: something called exit({error.code})", file=sys.stderr)
     return 1
+
+
+def _read(names: Sequence[str]) -> int:
+  """Prints what a mode says of the folders of finished runs."""
+  least, most, told = _READERS[_MODE.value]
+  for flag in (_EXP, _WORKDIR, _SET):
+    name, value = flag.name, flag.value
+    if value:
+      raise types.InputError(
+        f"--{name}: expected none with --mode={_MODE.value}, got {value}. Give "
+        "the folders of runs, without a flag."
+      )
+  if len(names) < least or (most is not None and len(names) > most):
+    rule = f"{least}" if least == most else f"{least} to {most or 'more'}"
+    raise types.InputError(
+      f"--mode={_MODE.value}: expected the folders of {rule} runs, got "
+      f"{len(names)}. Name them after the flags."
+    )
+  print(told([pathlib.Path(name) for name in names]))
+  return 0
 
 
 def _run(stopper: signals.Stopper) -> int:
@@ -310,7 +342,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
   except flags.Error as error:
     print(f"error: {error}. See --help.", file=sys.stderr)
     sys.exit(_INPUT_ERROR)
-  if len(rest) > 1:
+  if len(rest) > 1 and _MODE.value not in _READERS:
     print(
       f"error: expected flags only, got {rest[1]!r}. Write --set NAME=VALUE.",
       file=sys.stderr,

@@ -136,6 +136,7 @@ class Recorder:
       **self._clock.snapshot(),
       **rollouts.sync_seconds,
       "sync/bytes": float(self._sync_bytes),
+      "devices": float(self._devices),
       **self._ledger(rollouts),
     }
     if not skipped:

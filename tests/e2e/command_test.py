@@ -197,6 +197,30 @@ def test_c126_a_flag_wins_over_the_experiment(trained):
   assert "num_steps = 3" in test.out.splitlines()
 
 
+@pytest.mark.parametrize(
+  ("folders", "code", "words"),
+  [
+    (("run", "run"), 0, "B against A: undecided"),
+    (
+      ("run",),
+      2,
+      "--mode=compare: expected the folders of 2 to 26 runs, got 1",
+    ),
+    (("run", "runn"), 2, "runn: expected the folder of a run, got none"),
+    (("--exp=tiny", "run", "run"), 2, "--exp: expected none with"),
+  ],
+)
+def test_runs_are_compared_by_their_folders(trained, folders, code, words):
+  path = trained[0]
+  end = runs.run(path.parent, "--mode=compare", *folders)
+  assert end.code == code, end.err
+  assert words in (end.err if code else end.out)
+  assert "Traceback" not in end.err
+  if code == 0:
+    assert "3 steps, of which 0 count; devices: 1" in end.out
+    assert "held-out, step 3" in end.out
+
+
 def test_c93_evaluation_asks_every_prompt_once(trained):
   path, _, _, test = trained
   found = json.loads(test.out.splitlines()[-1])

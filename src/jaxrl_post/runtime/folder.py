@@ -17,7 +17,7 @@ from jaxrl_post import types
 
 CONFIG_FILE = "config.json"
 _LOCK_FILE = ".lock"
-_ABSENT = "(absent)"
+ABSENT = "(absent)"
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -173,18 +173,18 @@ def _refuse_other(
   may_change: Collection[str],
 ) -> None:
   try:
-    before = _leaves(json.loads(old))
+    before = leaves(json.loads(old))
   except json.JSONDecodeError as error:
     raise types.InputError(
       f"{path}: expected JSON, got an error at line {error.lineno}. Repair the "
       "file or choose another --workdir."
     ) from error
   # By way of JSON, so that tuples and lists compare equal.
-  now = _leaves(json.loads(json.dumps(config_json)))
+  now = leaves(json.loads(json.dumps(config_json)))
   differ = [
-    f"{name}={before.get(name, _ABSENT)} there, {now.get(name, _ABSENT)} now"
+    f"{name}={before.get(name, ABSENT)} there, {now.get(name, ABSENT)} now"
     for name in sorted(before.keys() | now.keys())
-    if before.get(name, _ABSENT) != now.get(name, _ABSENT)
+    if before.get(name, ABSENT) != now.get(name, ABSENT)
     and not _covered(name, may_change)
   ]
   if differ:
@@ -196,13 +196,22 @@ def _refuse_other(
     )
 
 
-def _leaves(tree: Any, prefix: str = "") -> dict[str, str]:
+def leaves(tree: Any, prefix: str = "") -> dict[str, str]:
+  """Returns the leaves of what config.json holds.
+
+  Args:
+    tree: read from JSON.
+    prefix: goes before every name.
+
+  Returns:
+    The JSON of each leaf, by its dotted name.
+  """
   if not isinstance(tree, dict) or not tree:
     return {prefix: json.dumps(tree)}
-  leaves = {}
+  found = {}
   for name, value in tree.items():
-    leaves.update(_leaves(value, f"{prefix}.{name}" if prefix else name))
-  return leaves
+    found.update(leaves(value, f"{prefix}.{name}" if prefix else name))
+  return found
 
 
 def _covered(name: str, prefixes: Collection[str]) -> bool:

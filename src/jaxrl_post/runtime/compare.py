@@ -1,0 +1,352 @@
+"""Says whether a change worked: `--mode=compare A B` of two run folders."""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxrl_post import types
+from jaxrl_post.runtime import folder as folder_lib
+from jaxrl_post.runtime import steps
+
+RATE_MARGIN, RATE_CLEAR = 0.05, 0.2  # parts of the throughput of A
+REWARD_MARGIN, REWARD_CLEAR = 0.1, 0.5  # standard deviations of a reward
+LAG_TOLERATED, LAG_GROWTH = 4.0, 1.25  # versions; times the lag of A
+
+# What two runs must share, with what is below, and what of it they need not.
+_FIXED = {
+  "model": ("chunk", "dtype", "remat"),
+  "data": ("held_out", "epochs"),
+  "rewards.functions": (),
+  "rewards.weights": (),
+  "groups_per_step": (),
+  "group_size": (),
+  "sampling.max_tokens": (),
+}
+# And for their evaluations to be compared.
+_TESTED = {"data.held_out": (), "evaluation": ("every", "timeout_s")}
+_SHOWN_CHANGES = 8
+_LABEL, _COLUMN = 26, 18
+
+
+@types.host_record
+class Verdict:
+  """What became of a change.
+
+  Attributes:
+    name: worked, no difference, bad deal, slower, worse or undecided.
+    reasons: a line each: throughput, reward, lag.
+  """
+
+  name: str
+  reasons: tuple[str, ...]
+
+
+# -------------------------------------------------------------------- judging
+
+
+def check(runs: Sequence[steps.Run]) -> None:
+  """Refuses runs that cannot be compared with the first.
+
+  Raises:
+    InputError: the model, the training data, the reward functions or the shape
+      of a batch is another; it names the setting.
+  """
+  first = runs[0]
+  for run in runs[1:]:
+    for name, here, there in _differing(first, run):
+      if _of(name, _FIXED) and folder_lib.ABSENT not in (here, there):
+        _refuse(name, (first, here), (run, there))
+    if None not in (first.data, run.data) and first.data != run.data:
+      _refuse(
+        "digest of data.train", (first, f"{first.data}"), (run, f"{run.data}")
+      )
+
+
+def _refuse(
+  name: str, one: tuple[steps.Run, str], other: tuple[steps.Run, str]
+) -> None:
+  raise types.InputError(
+    f"--mode=compare: expected runs with one {name}, got {one[1]} in "
+    f"{one[0].name} and {other[1]} in {other[0].name}. Compare runs of one "
+    "model, data, rewards and batch shape."
+  )
+
+
+def _differing(a: steps.Run, b: steps.Run) -> list[tuple[str, str, str]]:
+  """Returns name and both values of each setting that is not the same."""
+  names = sorted(a.leaves.keys() | b.leaves.keys())
+  absent = folder_lib.ABSENT
+  both = [(x, a.leaves.get(x, absent), b.leaves.get(x, absent)) for x in names]
+  return [(name, here, there) for name, here, there in both if here != there]
+
+
+def _of(name: str, prefixes: Mapping[str, Iterable[str]]) -> bool:
+  """Says whether a setting is below one of these, and not excepted."""
+  for prefix, but in prefixes.items():
+    excepted = any(f"{name}.".startswith(f"{prefix}.{x}.") for x in but)
+    if f"{name}.".startswith(f"{prefix}.") and not excepted:
+      return True
+  return False
+
+
+def verdict(a: steps.Run, b: steps.Run) -> Verdict:
+  """Judges the change from A to B.
+
+  Throughput is rollouts consumed a device-hour. It rose or fell if its whole
+  interval is beyond `RATE_MARGIN`. Otherwise it is the same if the interval is
+  within `RATE_CLEAR`, and unclear if it is not. Likewise the reward at equal
+  rollouts, with `REWARD_MARGIN` and `REWARD_CLEAR` times the standard deviation
+  of a rollout's reward, the mean of both runs; without rewards it is the same.
+  The lag is out of tolerance if the mean over trained tokens is above
+  `LAG_TOLERATED` and above `LAG_GROWTH` times that of A.
+
+  Returns:
+    undecided: fewer steps count than an interval needs, or what would decide is
+    unclear. worked: throughput rose, or the reward at the same throughput, and
+    nothing else got worse. bad deal: throughput rose, with a lower reward or a
+    lag out of tolerance. slower: throughput fell, the reward did not. worse:
+    the reward fell, or the lag went out of tolerance, and throughput did not
+    rise. no difference: throughput and reward are the same.
+  """
+  ours, theirs = steps.measure(a), steps.measure(b)
+  speeds = [found["consumed a device-hour"] for found in (ours, theirs)]
+  speed = _relative(*speeds)
+  pace = _grade(speed, RATE_MARGIN, RATE_CLEAR)
+  change = steps.reward_change(a, b)
+  deviations = [_mean(steps.column(run, "reward/std")) for run in (a, b)]
+  margin = REWARD_MARGIN * sum(deviations) / 2
+  clear = REWARD_CLEAR / REWARD_MARGIN * margin
+  score = _grade(change.interval, margin, clear)
+  if all(np.isnan(steps.column(run, "reward/mean")).all() for run in (a, b)):
+    score = "same"
+  lags = [found["mean lag, versions"].value for found in (ours, theirs)]
+  limit = max(LAG_TOLERATED, LAG_GROWTH * float(np.nan_to_num(lags[0])))
+  stale = lags[1] > limit
+  rise = speeds[1].value / speeds[0].value - 1.0
+  reasons = (
+    f"throughput: {pace}, {_span(rise, speed, '+.1%')}; margin "
+    f"{RATE_MARGIN:.0%}",
+    f"reward at equal rollouts: {score}, "
+    f"{_span(change.value, change.interval, '+.3f')}; margin {margin:.3f}",
+    f"mean lag: {'out of' if stale else 'within'} tolerance, {lags[1]:.2f} "
+    f"after {lags[0]:.2f}; limit {limit:.1f}",
+  )
+  few = min(int(steps.counted(run).sum()) for run in (a, b))
+  if few < steps.LEAST_STEPS:
+    short = f"steps that count: {few}, and {steps.LEAST_STEPS} are needed"
+    return Verdict(name="undecided", reasons=(short, *reasons))
+  return Verdict(name=_name(pace, score, stale=stale), reasons=reasons)
+
+
+def _span(value: float, interval: tuple[float, float], form: str) -> str:
+  if any(math.isnan(end) for end in interval):
+    return f"{value:{form}} without an interval"
+  return f"{value:{form}} ({interval[0]:{form}} to {interval[1]:{form}})"
+
+
+def _name(pace: str, score: str, *, stale: bool) -> str:
+  """Returns the verdict on two grades and a lag; `verdict` says the rules."""
+  if pace == "fell":
+    return "worse" if score == "fell" else "slower"
+  if score == "fell" or stale:
+    return {"rose": "bad deal", "unclear": "undecided"}.get(pace, "worse")
+  if "unclear" in (pace, score):
+    return "undecided"
+  return "worked" if "rose" in (pace, score) else "no difference"
+
+
+def _relative(a: steps.Estimate, b: steps.Estimate) -> tuple[float, float]:
+  """Returns the interval of b / a - 1, by that of its logarithm."""
+  if not (a.value > 0 and b.value > 0):
+    return math.nan, math.nan
+  error = math.hypot(a.error / a.value, b.error / b.value)
+  middle = math.log(b.value / a.value)
+  return math.expm1(middle - error), math.expm1(middle + error)
+
+
+def _grade(interval: tuple[float, float], margin: float, clear: float) -> str:
+  """Returns rose, fell, same or unclear."""
+  low, high = interval
+  if low > margin:
+    return "rose"
+  if high < -margin:
+    return "fell"
+  return "same" if low >= -clear and high <= clear else "unclear"
+
+
+def _mean(values: Float[np.ndarray, " N"]) -> float:
+  known = values[~np.isnan(values)]
+  return float(known.mean()) if len(known) else math.nan
+
+
+# --------------------------------------------------------------------- showing
+
+
+def text(folders: Sequence[str | os.PathLike[str]]) -> str:
+  """Compares run folders, each with the first.
+
+  Args:
+    folders: two or more.
+
+  Returns:
+    What the runs are, their figures side by side with 95 % intervals, a verdict
+    on each but the first with its reasons, and what to know of them.
+
+  Raises:
+    InputError: a folder is no run, or cannot be compared with the first.
+  """
+  runs = [steps.read(folder) for folder in folders]
+  check(runs)
+  letters = [chr(ord("A") + at) for at in range(len(runs))]
+  lines = []
+  for letter, run in zip(letters, runs, strict=True):
+    count = f"{len(run.rows)} steps, of which {steps.counted(run).sum()} count"
+    lines += [f"{letter}  {run.name}", f"   {count}; {_devices(run)}"]
+    lines += _changes(runs[0], run) if run is not runs[0] else []
+  lines += ["", _line("", letters)]
+  lines += [_line(label, cells) for label, cells in _table(runs).items()]
+  for letter, run in zip(letters[1:], runs[1:], strict=True):
+    found = verdict(runs[0], run)
+    lines += ["", f"{letter} against A: {found.name}"]
+    lines += [f"  {reason}" for reason in found.reasons]
+  return "\n".join([*lines, "", *_notes(runs, letters)])
+
+
+def _line(label: str, cells: Iterable[str]) -> str:
+  return f"{label:{_LABEL}}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)
+
+
+def _devices(run: steps.Run) -> str:
+  found = {row.get("devices") for row in run.rows} - {None}
+  number = " or ".join(f"{x:.0f}" for x in sorted(x for x in found if x))
+  return f"devices: {number or 'unknown'}"
+
+
+def _changes(a: steps.Run, b: steps.Run) -> list[str]:
+  """Returns a line for each setting that is not that of A."""
+  found = [
+    f"   {name}: {_short(there)} after {_short(here)}"
+    for name, here, there in _differing(a, b)
+  ]
+  more = len(found) - _SHOWN_CHANGES
+  found[_SHOWN_CHANGES:] = [f"   and {more} more settings"] if more > 0 else []
+  return found or ["   all settings are those of A"]
+
+
+def _short(value: str) -> str:
+  return value if len(value) <= 30 else f"{value[:27]}..."
+
+
+def _table(runs: Sequence[steps.Run]) -> dict[str, list[str]]:
+  """Returns the cells of each line by its label."""
+  found = [steps.measure(run) for run in runs]
+  labels = {label: None for each in found for label in each}
+  none = steps.Estimate(value=math.nan, error=math.nan)
+  table = {
+    label: [_show(each.get(label, none)) for each in found] for label in labels
+  }
+  most = [steps.column(run, "staleness/max") for run in runs]
+  table["most lag, versions"] = [f"{np.nanmax(x, initial=0):.0f}" for x in most]
+  at = [steps.column(run, "step") for run in runs]
+  name = "throughput/trained_tokens_per_s"
+  tokens = [
+    np.nan_to_num(steps.column(run, name)) * steps.column(run, "time/seconds")
+    for run in runs
+  ]
+  held = [
+    np.nan_to_num(steps.column(run, "devices"), nan=1.0)
+    * steps.column(run, "time/seconds")
+    for run in runs
+  ]
+  for label, along in (
+    ("reward at equal rollouts", at),
+    ("reward at equal tokens", tokens),
+    ("reward at equal device-h", held),
+  ):
+    least = min(each[-1] for each in along)
+    table[label] = [
+      _show(steps.reward(run, each <= least))
+      for run, each in zip(runs, along, strict=True)
+    ]
+  everything = [
+    _show(steps.reward(run, each > 0))
+    for run, each in zip(runs, at, strict=True)
+  ]
+  table["reward at the end"] = everything
+  if all(_same_tests(runs[0], run) for run in runs):
+    table |= _tests(runs)
+  return table
+
+
+def _tests(runs: Sequence[steps.Run]) -> dict[str, list[str]]:
+  """Returns the lines of evaluations: the last common one, and the last."""
+  common = set.intersection(*(set(run.tests) for run in runs))
+  ends = [max(run.tests, default=None) for run in runs]
+  table = {}
+  if common:
+    step = max(common)
+    label = f"held-out, step {step}"
+    table[label] = [f"{run.tests[step]:.4g}" for run in runs]
+  if len(set(ends)) > 1:
+    table["held-out, last"] = [
+      "-" if end is None else f"{run.tests[end]:.4g} (step {end})"
+      for run, end in zip(runs, ends, strict=True)
+    ]
+  return table
+
+
+def _show(found: steps.Estimate) -> str:
+  if math.isnan(found.value):
+    return "-"
+  large = abs(found.value) >= 1000
+  value = f"{found.value:.0f}" if large else f"{found.value:.3g}"
+  if math.isnan(found.error):
+    return value
+  return f"{value} ± " + (
+    f"{found.error:.0f}" if large else f"{found.error:.2g}"
+  )
+
+
+def _same_tests(a: steps.Run, b: steps.Run) -> bool:
+  return not any(_of(name, _TESTED) for name, *_ in _differing(a, b))
+
+
+def _notes(runs: Sequence[steps.Run], letters: Sequence[str]) -> list[str]:
+  """Returns what a reader should know before believing the table."""
+  first, notes = runs[0], []
+  tells: tuple[tuple[Callable[[steps.Run], bool], str], ...] = (
+    (
+      lambda run: _devices(run) != _devices(first),
+      "other devices than A: rates are of a device-hour, seconds are not",
+    ),
+    (
+      lambda run: not _same_tests(first, run),
+      "other evaluations than A: those of no run are shown",
+    ),
+    (
+      lambda run: run.data is None,
+      "no checkpoint: only settings say that its data are those of A",
+    ),
+    (
+      lambda run: any(
+        name in ("evaluation.every", "checkpoint.every")
+        for name, *_ in _differing(first, run)
+      ),
+      "evaluates or saves at other steps than A, and that takes time",
+    ),
+  )
+  for holds, note in tells:
+    found = [x for x, run in zip(letters, runs, strict=True) if holds(run)]
+    notes += [f"{', '.join(found)}: {note}"] if found else []
+  for letter, run in zip(letters, runs, strict=True):
+    count = steps.restarts(run)
+    notes += [f"{letter}: was continued {count} times or more"] if count else []
+  return [
+    *notes,
+    "± is half of the 95 % interval over the steps of that run. What differs "
+    "from run",
+    "to run, such as a seed or a busy machine, is not in it.",
+  ]
