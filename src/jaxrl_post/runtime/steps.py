@@ -2,9 +2,8 @@
 
 Everything is computed from what is in the run folder. A figure is of the steps
 that count: neither the first ones nor those that compiled. Rates are a sum over
-a sum, not a mean of ratios. Steps that follow each other are alike, so that an
-interval comes from the sums of ten stretches of them (batch means) and not from
-the single steps.
+a sum, not a mean of ratios. Steps that follow each other are alike, and an
+interval takes that into account.
 """
 
 import json
@@ -23,6 +22,7 @@ from jaxrl_post.runtime import log
 FIRST_STEPS = 5  # never count: the pipeline fills
 LEAST_STEPS = 30  # that must count, for an interval
 _BATCHES = 10
+_MOST_ALIKE = 0.95  # correlation of neighbours, in an estimate
 _STUDENT_T = 2.262  # of 95 %, two-sided, with _BATCHES - 1 degrees of freedom
 
 Row = Mapping[str, float | None]
@@ -164,8 +164,11 @@ def ratio(
     bottoms: likewise; ones for a mean.
 
   Returns:
-    The interval is by batch means: what `tops` have beyond the ratio is summed
-    over ten stretches, and Student's t with 9 degrees of freedom is taken.
+    The interval is the wider of two, with Student's t for 9 degrees of freedom.
+    By batch means: what `tops` have beyond the ratio is summed over ten
+    stretches, whose sums vary. By neighbours, which is wider where stretches
+    are too short to be independent: single steps vary, and are taken for a
+    first-order autoregression.
   """
   known = ~(np.isnan(tops) | np.isnan(bottoms))
   tops, bottoms = tops[known], bottoms[known]
@@ -175,10 +178,24 @@ def ratio(
   value = float(tops.sum() / total)
   if len(tops) < LEAST_STEPS:
     return Estimate(value=value, error=math.nan)
-  stretches = np.array_split(tops - value * bottoms, _BATCHES)
-  deviation = np.std([part.sum() for part in stretches], ddof=1)
-  error = _STUDENT_T * math.sqrt(_BATCHES) * float(deviation) / total
-  return Estimate(value=value, error=float(error))
+  beyond = tops - value * bottoms
+  sums = [part.sum() for part in np.array_split(beyond, _BATCHES)]
+  by_batches = _BATCHES * np.var(sums, ddof=1)
+  variance = max(float(by_batches), _by_neighbours(beyond))
+  return Estimate(
+    value=value, error=_STUDENT_T * math.sqrt(variance) / float(total)
+  )
+
+
+def _by_neighbours(values: Float[np.ndarray, " N"]) -> float:
+  """Returns the variance of a sum if each depends on the one before."""
+  count, spread = len(values), float(values @ values)
+  if spread == 0.0:
+    return 0.0
+  alike = float(values[1:] @ values[:-1]) / spread
+  alike += (1 + 3 * alike) / count  # it is estimated too small by that
+  alike = min(max(alike, 0.0), _MOST_ALIKE)
+  return spread * (1 + alike) / (1 - alike)
 
 
 def measure(run: Run) -> dict[str, Estimate]:
