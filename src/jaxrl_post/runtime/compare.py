@@ -301,7 +301,7 @@ def _tests(runs: Sequence[steps.Run]) -> dict[str, list[str]]:
 def _show(found: steps.Estimate) -> str:
   if math.isnan(found.value):
     return "-"
-  large = abs(found.value) >= 1000
+  large = abs(found.value) >= 100
   value = f"{found.value:.0f}" if large else f"{found.value:.3g}"
   if math.isnan(found.error):
     return value
