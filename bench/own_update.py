@@ -136,7 +136,7 @@ class Trained:
       cut=cut,
       key=jax.random.key(1),
       keep_params=self._publisher is not None and self._publisher.aliases,
-      park=False,
+      park=(),
       lock=contextlib.nullcontext(),
     )
     self._state = self._trainer.start(params)

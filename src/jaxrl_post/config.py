@@ -37,6 +37,9 @@ class Run:
 
   Attributes:
     model: the policy.
+    reference: a model that never trains, which a KL, a preference or a
+      distillation compares the policy with; None is the policy's own first
+      weights.
     data: what it is asked.
     rewards: how answers are scored.
     algo: rewards to advantages to loss.
@@ -47,7 +50,8 @@ class Run:
     checkpoint: what is kept on disk.
     evaluation: how the policy is tested on held-out prompts.
     warmup: supervised steps before the first rollout.
-    debug: batches on disk, to look at and to train on once more.
+    debug: batches on disk, to look at and to train on once more; None has
+      none.
     num_steps: batches to train on.
     groups_per_step: prompts in a batch.
     group_size: rollouts of each prompt; 1 only with a critic.
@@ -61,6 +65,7 @@ class Run:
   model: decoder.Model
   data: dataset.Data
   rewards: pool.Rewards
+  reference: decoder.Model | None = None
   algo: algorithm.Algorithm = grpo.objective()
   optim: optims.Optim = optims.Optim()
   sampling: engine.Sampling = engine.Sampling()
@@ -69,7 +74,7 @@ class Run:
   checkpoint: checkpoints.Checkpoint = checkpoints.Checkpoint()
   evaluation: evaluate.Evaluation = evaluate.Evaluation()
   warmup: warmups.Warmup = warmups.Warmup()
-  debug: dump.Debug = dump.Debug()
+  debug: dump.Debug | None = None
   num_steps: int = 100
   groups_per_step: int = 8
   group_size: int = 8
@@ -99,6 +104,7 @@ class Run:
       _check_not_evaluated(self)
     _check_leaves(self, "")
     _check_algorithm(self)
+    _check_reference(self)
     in_turn = not self.stream.asynchronous and self.placement.mode != "roles"
     if self.placement.publish.buffers == "free_first" and not in_turn:
       raise types.InputError(
@@ -108,7 +114,7 @@ class Run:
       )
     if self.stream.deterministic or self.stream.follow:
       _check_repeats(self)
-    if self.debug.replay is not None:
+    if self.replay is not None:
       _check_samples_nothing(self)
     if self.max_lag and not self.stream.asynchronous:
       raise types.InputError(
@@ -120,6 +126,11 @@ class Run:
   def rows(self) -> int:
     """Rollouts in a batch."""
     return self.groups_per_step * self.group_size
+
+  @property
+  def replay(self) -> str | None:
+    """The dump that is trained on, instead of sampling; None samples."""
+    return None if self.debug is None else self.debug.replay
 
   @property
   def length(self) -> int:
@@ -139,23 +150,16 @@ def _check_algorithm(run: Run) -> None:
       "none",
     ),
     (
-      "teacher" not in needs,
-      "algo.baseline",
-      "none with a teacher, as the reference of a run is its own first weights "
-      "(docs/algorithms.md says how to distil)",
-      "one",
-    ),
-    (
-      not isinstance(cfg.trained, lora.Lora) or not run.algo.reference_moves[0],
-      "algo.kl.every",
-      "0 with adapters, whose reference is the weights beneath them",
-      str(run.algo.reference_moves[0]),
-    ),
-    (
       "pairs" not in needs or run.group_size == 2,
       "group_size",
       "2 with an algorithm that compares the two rollouts of a prompt",
       str(run.group_size),
+    ),
+    (
+      "teacher" not in needs or not run.stream.filter_zero_signal,
+      "stream.filter_zero_signal",
+      "false with a teacher, whose signal is not in the rewards",
+      "true",
     ),
     (
       run.group_size > 1 or not run.stream.filter_zero_signal,
@@ -170,6 +174,60 @@ def _check_algorithm(run: Run) -> None:
       f"{cfg.minibatches} and {cfg.epochs}",
     ),
   )
+  _hold(rules)
+
+
+def _check_reference(run: Run) -> None:
+  """Refuses a reference that nothing compares with, or a part of one."""
+  reference, algo, every = run.reference, run.algo, run.algo.reference_moves[0]
+  used = bool({"reference", "candidates"} & algo.needs)
+  adapters = isinstance(run.optim.trained, lora.Lora)
+  _hold(
+    (
+      (
+        reference is None or used,
+        "reference",
+        "none with an algorithm that compares with none",
+        "a model",
+      ),
+      (
+        reference is not None or "teacher" not in algo.needs,
+        "reference",
+        "a model with an algorithm that distils, as a policy learns nothing "
+        "from its own first weights",
+        "none",
+      ),
+      (
+        reference is None or not every,
+        "algo.kl.every",
+        "0 with a reference that is a model of its own and never moves",
+        str(every),
+      ),
+      (
+        reference is None or not reference.remat,
+        "reference.remat",
+        "false, as nothing goes backward through a reference",
+        "true",
+      ),
+      (
+        not adapters or not every,
+        "algo.kl.every",
+        "0 with adapters, whose reference is the weights beneath them",
+        str(every),
+      ),
+      (
+        "reference" not in run.placement.park
+        or (used and not (adapters and reference is None)),
+        "placement.park",
+        "reference only where there are weights of one, besides the policy's",
+        "it",
+      ),
+    )
+  )
+
+
+def _hold(rules: Sequence[tuple[bool, str, str, str]]) -> None:
+  """Refuses two settings that exclude each other, by the first broken rule."""
   for holds, name, rule, value in rules:
     if not holds:
       raise types.InputError(

@@ -20,7 +20,7 @@ from jaxrl_post.data import pack
 from jaxrl_post.envs import cut as cuts
 from jaxrl_post.envs import evaluate, events, replay, together
 from jaxrl_post.envs import stream as streams
-from jaxrl_post.placement import programs
+from jaxrl_post.placement import programs, reference
 from jaxrl_post.placement import trainer as trainers
 from jaxrl_post.rewards import pool
 from jaxrl_post.runtime import checkpoint
@@ -57,8 +57,8 @@ def run(
   place = build(cfg, parts, hosts)
   trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
   with contextlib.ExitStack() as stack:
-    tools = open_tools(cfg, parts, place, folder, hosts=hosts, stack=stack)
     hosts.at("first weights", hosts_lib.COLD_S)
+    tools = open_tools(cfg, parts, place, folder, hosts=hosts, stack=stack)
     state, saved, first = restore_or_start(
       cfg, parts, place, trainer, tools.store
     )
@@ -87,7 +87,7 @@ def run(
         rows = pack.pack(
           groups, tools.layout, mask_stale_tokens=cfg.mask_stale_tokens
         )
-        batch = trainer.score(state, trainer.put(rows))
+        batch = trainer.score(state, trainer.put(rows), tools.frozen.params)
         state, values = trainer.update(state, batch)
         hosts.at(f"end of update {step}", late_s)
         values = jax.device_get(values)
@@ -117,6 +117,7 @@ class Tools:
     store: checkpoints.
     notes: metrics, rollouts to read, progress.
     test: policy and step to `eval/` metrics; none when it is not due.
+    frozen: a model that is the reference; of no weights where it is none.
     layout: of a batch.
     data: identifies the training prompts.
     run: identifies what decides what is sampled and trained.
@@ -129,6 +130,7 @@ class Tools:
   store: checkpoint.Store
   notes: record.Recorder | record.Silent
   test: Callable[[types.Policy, int], dict[str, float]]
+  frozen: reference.Reference
   layout: pack.Layout
   data: str
   run: str
@@ -146,14 +148,18 @@ class Tools:
     Raises:
       InputError: the checkpoint is of another run.
     """
-    if saved is not None and saved.meta["run"] != self.run:
-      raise types.InputError(
-        f"--workdir: expected checkpoints of this run, got one of step {step} "
-        "of another, with other settings. Put the right ones into the folder."
-      )
-    totals = {} if saved is None else saved.meta["totals"]
-    self.notes.begin(step, version, values, totals)
-    self.clock.start({} if saved is None else saved.meta["seconds"])
+    meta = {"totals": {}, "seconds": {}} if saved is None else saved.meta
+    for name, value, what in (
+      ("run", self.run, "settings"),
+      ("reference", self.frozen.digest, "weights of its reference"),
+    ):
+      if saved is not None and meta[name] != value:
+        raise types.InputError(
+          "--workdir: expected checkpoints of this run, got one of step "
+          f"{step} of another, with other {what}. Restore the right ones."
+        )
+    self.notes.begin(step, version, values, meta["totals"])
+    self.clock.start(meta["seconds"])
 
   def save(
     self,
@@ -177,11 +183,11 @@ class Tools:
     if not due:
       self.store.check()
       return
-    made = cut()
-    line = self.notes.line
+    made, line = cut(), self.notes.line
     meta = {
       "data": self.data,
       "run": self.run,
+      "reference": self.frozen.digest,
       "metrics": {k: v for k, v in line.items() if math.isfinite(v)},
       "totals": self.notes.totals,
       "seconds": self.clock.totals(),
@@ -205,7 +211,7 @@ def open_tools(
   stack.callback(clock.close)
   rewards, notes = None, record.Silent()
   if hosts.is_head:
-    if cfg.debug.replay is None:
+    if cfg.replay is None:
       rewards = stack.enter_context(pool.Pool(cfg.rewards))
     notes = record.Recorder(
       cfg,
@@ -223,7 +229,7 @@ def open_tools(
     place.launching if hosts.count > 1 else contextlib.nullcontext,
   )
   stack.callback(store.close)
-  if cfg.debug.replay is None:
+  if cfg.replay is None:
     samplers = generation.samplers(cfg, parts, place, hosts)
     test = tester(
       cfg, parts, samplers, rewards=rewards, clock=clock, hosts=hosts
@@ -238,6 +244,7 @@ def open_tools(
     store=store,
     notes=notes,
     test=test,
+    frozen=place.reference(),
     layout=prepare.layout(
       cfg, parts.decoder.config, place.meshes.training.size
     ),
@@ -266,8 +273,8 @@ def open_stream(
     rollouts.publish(policy)
     return rollouts
   book = generation.book(cfg, policy.step)
-  if cfg.debug.replay is not None:
-    return replay.Replay(cfg.debug.replay, book, clock=tools.clock)
+  if cfg.replay is not None:
+    return replay.Replay(cfg.replay, book, clock=tools.clock)
   assert tools.rewards is not None, "the head's"
   if saved is not None:
     _check_goes_on(cfg, saved)
@@ -330,6 +337,7 @@ def build(
     processes=hosts.count,
     decode=parts.data.tokenizer.decode,
     trains=cfg.optim.trained,
+    reference=parts.reference,
   )
 
 
@@ -357,11 +365,8 @@ def restore_or_start(
       "Give the folder its name back."
     )
   # Or what is not donated, such as aliased weights, would stay for ever.
-  return (
-    restored.state,
-    dataclasses.replace(restored, state=None),
-    restored.step,
-  )
+  rest = dataclasses.replace(restored, state=None)
+  return restored.state, rest, restored.step
 
 
 def test_newest(
@@ -445,8 +450,7 @@ def warm_up(
       encode=tokenizer.encode,
       stop_id=tokenizer.eos_ids[0],
     )
-    batch = pack.pack(groups, layout)
-    batch = teacher.score(state, teacher.put(batch))
+    batch = teacher.score(state, teacher.put(pack.pack(groups, layout)))
     state, _ = teacher.update(state, batch)
   return state.params
 

@@ -269,7 +269,7 @@ def _check_alone(
   cfg: config.Run, launch: hosts_lib.Launch | None, to: str
 ) -> None:
   """Refuses what --mode=rollout and --mode=serve do not do."""
-  mode, source = cfg.placement.mode, cfg.debug.replay
+  mode, source = cfg.placement.mode, cfg.replay
   follow = cfg.stream.follow
   alone = launch is None or launch.num_processes == 1
   for holds, name, rule, value in (

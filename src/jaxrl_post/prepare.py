@@ -14,10 +14,12 @@ from absl import logging
 from jaxrl_post import config, types
 from jaxrl_post.algos import algorithm
 from jaxrl_post.data import dataset, pack
+from jaxrl_post.data import tokenizer as tokenizers
 from jaxrl_post.envs import events, single_turn
 from jaxrl_post.envs import ledger as ledgers
 from jaxrl_post.models import decoder, transformer, weights
 from jaxrl_post.placement import mesh, programs
+from jaxrl_post.placement import reference as references
 from jaxrl_post.runtime import dump
 from jaxrl_post.sampling import steps
 from jaxrl_post.training import trained
@@ -29,6 +31,8 @@ class Parts:
 
   Attributes:
     decoder: the model, its shape read from the checkpoint or the experiment.
+    reference: likewise the model that is the reference; None is the policy's
+      own first weights.
     data: tokenizer and prompts.
     env: how training prompts are asked.
     eval_env: how held-out prompts are asked.
@@ -38,6 +42,7 @@ class Parts:
   data: dataset.Dataset
   env: single_turn.SingleTurn
   eval_env: single_turn.SingleTurn
+  reference: references.Source | None = None
 
 
 def prepare(cfg: config.Run) -> Parts:
@@ -48,10 +53,7 @@ def prepare(cfg: config.Run) -> Parts:
       not fit the rest.
   """
   model = cfg.model
-  shape = model.config
-  if shape is None:
-    assert model.path is not None, "Model checks it"
-    shape = weights.read_config(model.path)
+  shape = _shape(model)
   if cfg.length > shape.max_positions:
     raise types.InputError(
       f"data.max_prompt + sampling.max_tokens: expected at most "
@@ -95,13 +97,69 @@ def prepare(cfg: config.Run) -> Parts:
     data=data,
     env=single_turn.SingleTurn(cfg.group_size, sampling, data.tokenizer.decode),
     eval_env=single_turn.SingleTurn(1, greedy, data.tokenizer.decode),
+    reference=_reference(cfg, shape, data.tokenizer),
   )
-  if cfg.debug.replay is not None:
-    _check_replay(cfg.debug.replay, about(cfg, parts))
+  if cfg.replay is not None:
+    _check_replay(cfg.replay, about(cfg, parts))
   if cfg.stream.follow:
     _check_events(cfg, parts)
   _warn_uncorrected(cfg)
   return parts
+
+
+def _shape(model: decoder.Model) -> transformer.Config:
+  """Returns the shape of a model, read from its checkpoint if it has one."""
+  if model.config is not None:
+    return model.config
+  assert model.path is not None, "Model checks it"
+  return weights.read_config(model.path)
+
+
+def _reference(
+  cfg: config.Run, policy: transformer.Config, ours: tokenizers.Tokenizer
+) -> references.Source | None:
+  """Reads the shape of the reference and checks that it speaks as we do."""
+  model = cfg.reference
+  if model is None:
+    return None
+  path = model.path
+  if path is not None and not pathlib.Path(path).exists():
+    raise types.InputError(
+      f"reference.path: expected a folder with config.json or a .gguf file, "
+      f"got none at {path!r}. Correct the path."
+    )
+  shape = _shape(model)
+  size, most = policy.vocab_size, shape.max_positions
+  rules = (
+    (shape.vocab_size == size, f"the policy's {size} ids", shape.vocab_size),
+    (most >= cfg.length, f"at least {cfg.length} positions", most),
+  )
+  for holds, rule, value in rules:
+    if not holds:
+      raise types.InputError(
+        f"reference: expected a model with {rule}, got one with {value}. Take "
+        "another model."
+      )
+  if path is not None:
+    weights.check(path, shape)
+    _check_same_ids(path, ours)
+  made = decoder.Decoder(shape, model.dtype, chunk=model.chunk)
+  return references.Source(made, path)
+
+
+def _check_same_ids(path: str, ours: tokenizers.Tokenizer) -> None:
+  """Refuses a reference to which an id is another token than to the policy."""
+  mine, theirs = (
+    tokenizer.backend.get_vocab(with_added_tokens=True)
+    for tokenizer in (ours, tokenizers.load(path))
+  )
+  for token in sorted(mine.keys() | theirs.keys()):
+    if mine.get(token) != theirs.get(token):
+      raise types.InputError(
+        f"reference.path: expected the tokens of the policy, got {token!r} as "
+        f"id {theirs.get(token)} instead of {mine.get(token)}. Take a model of "
+        "the same tokenizer."
+      )
 
 
 def _warn_uncorrected(cfg: config.Run) -> None:

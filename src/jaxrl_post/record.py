@@ -43,6 +43,7 @@ class Recorder:
     self._cfg, self._clock = cfg, clock
     self._devices, self._sync_bytes = devices, sync_bytes
     self._dump, self._about = folder / dump.FOLDER, about
+    self._dumps = cfg.debug is not None and cfg.debug.dump
     self._log = log.Log(folder)
     self._progress = progress.Progress(cfg.num_steps)
     self._consumed = self._trained = 0
@@ -78,7 +79,7 @@ class Recorder:
     self._trained = totals.get("trained_tokens", 0)
     self._skipped_in_a_row = totals.get("skipped_in_a_row", 0)
     self._log.truncate(step + 1 if step else 0)
-    if self._cfg.debug.dump:
+    if self._dumps:
       dump.cut(self._dump, step)
     self._version = version
     if not step and values:
@@ -91,7 +92,7 @@ class Recorder:
       step: that it will be trained in.
       groups: of the batch.
     """
-    if self._cfg.debug.dump:
+    if self._dumps:
       about = {**self._about, "step": step, "policy_version": self._version}
       dump.write(dump.batch(self._dump, step), groups, about)
 

@@ -44,7 +44,7 @@ def _placed(model):
     cut=making.SETTINGS,
     key=jax.random.key(1),
     keep_params=False,
-    park=model == "own",
+    park=("optimizer",) if model == "own" else (),
     lock=contextlib.nullcontext(),
   )
   return made, made.put(making.packed()), jax.device_put(params, home)

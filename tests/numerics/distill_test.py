@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl_post import types
 from jaxrl_post.algos import distill, divergence
+from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import transformer
 from jaxrl_post.training import step
 from tests.numerics import critics as batches
@@ -245,6 +246,58 @@ def test_a_policy_comes_closer_to_its_teacher():
     state, metrics = update(state, scored)
     losses.append(float(metrics["loss/policy"]))
   assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_teacher_of_another_shape_scores_as_it_does_alone():
+  """Its own forward pass over each row, by plain formulas."""
+  shape = transformer.Config(
+    num_layers=3,
+    width=24,
+    num_heads=3,
+    num_kv_heads=1,
+    head_width=10,
+    ff_width=20,
+    vocab_size=batches.CONFIG.vocab_size,
+    tie_embeddings=False,
+    qk_norm=True,
+  )
+  teacher = making.params(shape, seed=7)
+  batch = batches.packed()
+  hidden = decoders.states(
+    decoders.Decoder(shape),
+    teacher,
+    tokens=batch.tokens,
+    positions=batch.positions,
+    segment_ids=batch.segment_ids,
+    prefix_ids=batch.prefix_ids,
+  )
+  logits = transformer.logits(teacher, shape, hidden)
+  table = np.roll(np.asarray(jax.nn.log_softmax(logits)), 1, axis=1)
+  keep = np.asarray(batch.loss_mask) > 0
+  alone = np.take_along_axis(
+    table, np.asarray(batch.tokens)[..., None], axis=-1
+  )[..., 0]
+  for algo in (distill.objective(), distill.top(5)):
+    scored = jax.jit(
+      functools.partial(
+        step.score,
+        microbatches=2,
+        algo=algo,
+        decoder=batches.DECODER,
+        reference_decoder=decoders.Decoder(shape, chunk=5),
+      )
+    )(making.params(batches.CONFIG), batch, reference=teacher)
+    if algo.candidates:
+      best = np.argsort(-table, axis=-1)[..., :5]
+      np.testing.assert_array_equal(scored.teacher_ids[keep], best[keep])
+      found = np.take_along_axis(table, best, axis=-1)
+      np.testing.assert_allclose(
+        scored.teacher_logprobs[keep], found[keep], atol=1e-5
+      )
+    else:
+      np.testing.assert_allclose(
+        scored.reference_logprobs[keep], alone[keep], atol=1e-5
+      )
 
 
 def test_a_step_without_a_teacher_is_refused():

@@ -386,7 +386,7 @@ def test_c118_a_donated_update_leaves_the_reference_its_memory():
     cut=optim.Optim(),
     key=jax.random.key(1),
     keep_params=False,
-    park=False,
+    park=(),
     lock=_Lock(),
   )
   state = made.start(jax.tree.map(jnp.copy, params))

@@ -141,7 +141,7 @@ def test_every_kind_of_leaf_can_be_set(name, text, expected):
     ({"group_size": 4}, "group_size: expected 2 .* got 4"),
     (
       {"algo": distill.objective()},
-      "algo.baseline: expected none with a teach",
+      "reference: expected a model with an algorithm that dist",
     ),
     (
       {

@@ -326,7 +326,7 @@ class Objective:
       `loss/clip_fraction`, 1 where the trust region acts; `loss/entropy`; with
       corrections `loss/importance_mean`, the weight,
       `loss/importance_squared`, and `loss/importance_capped`, 1 where one acts;
-      with a KL `loss/kl`, its estimate.
+      with a reference `loss/kl`, the estimate of the KL, or k1 without one.
     """
     inputs = dataclasses.replace(inputs, old_logprobs=self._proximal(inputs))
     log_ratio, mask = losses.log_ratio(inputs, self.ratio), inputs.loss_mask
@@ -351,14 +351,27 @@ class Objective:
         "loss/importance_squared": jnp.square(weight),
         "loss/importance_capped": changed,
       }
-    if self.kl is not None:
-      gap = self.kl.estimate(inputs)
+    gap = self._gap(inputs)
+    if gap is not None:
       shown["loss/kl"] = gap
-      if self.kl.place == "loss":
+      if self.kl is not None and self.kl.place == "loss":
         token_loss = token_loss + self.kl.coef * gap
     if self.entropy:
       token_loss = token_loss - self.entropy * entropy
     return jnp.sum(token_loss * inputs.shares), shown
+
+  def _gap(self, inputs: types.LossInputs) -> jax.Array | None:
+    """Estimates the KL to the reference; None without one."""
+    if self.kl is not None:
+      return self.kl.estimate(inputs)
+    if inputs.reference_logprobs is None:
+      return None
+    return divergence.estimate(
+      jax.lax.stop_gradient(inputs.logprobs),
+      inputs.reference_logprobs,
+      inputs.loss_mask,
+      estimator="k1",
+    )
 
   def _proximal(self, inputs: types.LossInputs) -> jax.Array:
     if self.proximal == "sampler":

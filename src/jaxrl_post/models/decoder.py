@@ -38,8 +38,10 @@ class Model:
   Attributes:
     path: a Hugging Face folder or a GGUF file; None draws random weights.
     config: shape of a random model; None with a path.
-    dtype: compute dtype of score and update. Weights are kept in float32.
-    remat: recompute layers in the backward pass to save memory.
+    dtype: compute dtype of score and update. Weights are kept in float32,
+      those of a reference, which never trains, in this dtype.
+    remat: recompute layers in the backward pass to save memory; not of a
+      reference, which has none.
     chunk: tokens whose logits a device has at a time; bounds their memory by
       chunk x vocabulary, whatever the rows.
   """

@@ -158,6 +158,19 @@ def _bounds(
   return tuple((start, stop) for start, stop, _ in ranges)
 
 
+def check(path: str, cfg: transformer.Config) -> None:
+  """Refuses a checkpoint without the tensors of a model. Reads no tensor.
+
+  Args:
+    path: as for `read_params`.
+    cfg: its shape.
+
+  Raises:
+    InputError: as `read_params`.
+  """
+  _check(path, cfg, hf_format.tensors(cfg), _entries(path))
+
+
 def read_params(
   path: str,
   cfg: transformer.Config,

@@ -119,7 +119,9 @@ class Placement:
     publish: how weights travel.
     park: what gives its memory to the other side of a colocated run:
       "optimizer" moves the optimizer's state to the host's memory between
-      updates; "cache" frees that of an engine with no completion in flight.
+      updates; "reference" the reference's weights between batches, those of a
+      model of its own likewise; "cache" frees that of an engine with no
+      completion in flight.
     peer_timeout_s: longest silence of another process, in seconds, before the
       run ends.
   """
@@ -155,8 +157,10 @@ class Placement:
     cpus = self.cpu_devices
     holds = cpus is None or 1 <= cpus <= 512
     settings.check("cpu_devices", cpus, "1 to 512", holds)
-    parks = sorted(set(self.park) & {"optimizer", "cache"}) == sorted(self.park)
-    settings.check("park", self.park, "optimizer, cache or both", parks)
+    known = {"optimizer", "reference", "cache"}
+    parks = sorted(set(self.park) & known) == sorted(self.park)
+    rule = "optimizer, reference and cache, or some of them"
+    settings.check("park", self.park, rule, parks)
     parks = not self.park or self.mode == "colocated"
     settings.check("park", self.park, f"nothing in mode {self.mode}", parks)
     silence = self.peer_timeout_s

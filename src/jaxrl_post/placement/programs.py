@@ -24,11 +24,12 @@ from jaxrl_post.models import spec as specs
 from jaxrl_post.placement import bridge, fingerprint, generator, replica
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.placement import publish as publishing
+from jaxrl_post.placement import reference as references
 from jaxrl_post.placement import trainer as trainers
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import programs as sampling_programs
 from jaxrl_post.training import critic as critics
-from jaxrl_post.training import lora, optim, trained
+from jaxrl_post.training import lora, optim, step, trained
 
 _Lock: TypeAlias = contextlib.AbstractContextManager[Any]
 
@@ -43,6 +44,8 @@ class Programs:
     trainer: compiles start, score and update, from an algorithm, its optimizer
       and the length of its schedule in steps.
     draw: draws or reads the first weights onto the training mesh.
+    reference: the same for the model that is the reference; of no weights
+      where that is the first weights.
     publisher: the way of the weights.
     resent: the way of those that an update may change; `publisher` if all.
     merge: state to the weights of its policy, on the training mesh.
@@ -57,6 +60,7 @@ class Programs:
   num_devices: int
   trainer: Callable[[algorithm.Algorithm, optim.Optim, int], trainers.Trainer]
   draw: Callable[[], types.Tree]
+  reference: Callable[[], references.Reference]
   publisher: publishing.Publisher
   resent: publishing.Publisher
   merge: Callable[[types.TrainState], types.Tree]
@@ -210,6 +214,7 @@ def build(
   processes: int = 1,
   decode: Callable[[Sequence[int]], str] | None = None,
   trains: trained.Setting = None,
+  reference: references.Source | None = None,
 ) -> Programs:
   """Places all steps of a run.
 
@@ -226,6 +231,7 @@ def build(
     processes: how many build the same.
     decode: ids to text, for requests with stop strings; None refuses them.
     trains: what of the model the run trains; None is all weights.
+    reference: a model that is the reference policy; None is the first weights.
 
   Returns:
     The programs. Every process trains on its part of one mesh, and has an
@@ -275,6 +281,11 @@ def build(
     home,
   )
 
+  judge = None
+  if reference is not None:
+    host = trainers.HOST if "reference" in cfg.park else None
+    judge = references.place(reference, placed.training, key=key, host=host)
+
   def trainer(
     algo: algorithm.Algorithm, optimizer: optim.Optim, num_steps: int
   ) -> trainers.Trainer:
@@ -291,8 +302,9 @@ def build(
       cut=optimizer,
       key=key,
       keep_params=publisher.aliases,
-      park="optimizer" in cfg.park,
+      park=[part for part in cfg.park if part != "cache"],
       lock=lock,
+      reference=judge if step.needs_reference(algo) else None,
     )
 
   local = dataclasses.replace(sampling, rows=sampling.rows // processes)
@@ -322,6 +334,7 @@ def build(
     num_devices=used + share.idle,
     trainer=trainer,
     draw=draw,
+    reference=references.Reference if judge is None else judge.load,
     publisher=publisher,
     resent=publisher if changed is None else publisher.only(changed),
     merge=_merging(trains, home),

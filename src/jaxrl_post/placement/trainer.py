@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,33 @@ from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import spec as specs
 from jaxrl_post.models import transformer
 from jaxrl_post.placement import mesh as meshes
+from jaxrl_post.placement import reference as references
 from jaxrl_post.training import critic as critics
 from jaxrl_post.training import optim, step, trained
 
 Metrics = dict[str, jax.Array]
 
 # Memory of the host that a device copies to and from without a detour.
-_HOST = "pinned_host"
+HOST = "pinned_host"
+
+
+class Score(Protocol):
+  """Scores a batch, see `training.step.score`."""
+
+  def __call__(
+    self,
+    state: types.TrainState,
+    batch: types.Batch,
+    reference: types.Tree = None,
+  ) -> types.Batch:
+    """Returns the batch, scored.
+
+    Args:
+      state: with the reference, where it is the run's own first weights.
+      batch: from `put`.
+      reference: weights of another model, where it is that.
+    """
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +54,14 @@ class Trainer:
     start: weights to the state before the first update.
     put: places a batch of the host, the same in every process, of which each
       keeps its own rows.
-    score: see `training.step.score`.
+    score: see `Score`.
     update: see `training.step.update`; the state it is given is used up.
   """
 
   abstract: types.TrainState
   start: Callable[[types.Tree], types.TrainState]
   put: Callable[[types.Batch], types.Batch]
-  score: Callable[[types.TrainState, types.Batch], types.Batch]
+  score: Score
   update: Callable[
     [types.TrainState, types.Batch], tuple[types.TrainState, Metrics]
   ]
@@ -58,8 +78,9 @@ def build(
   cut: optim.Optim,
   key: jax.Array,
   keep_params: bool,
-  park: bool,
+  park: Collection[str],
   lock: contextlib.AbstractContextManager[Any],
+  reference: references.Placed | None = None,
 ) -> Trainer:
   """Places the steps of one loss and one optimizer.
 
@@ -74,8 +95,11 @@ def build(
     key: the run's key.
     keep_params: leave the weights alive in `update`, because the policy is an
       alias of them; otherwise their memory is used again.
-    park: keep the state of optimizers in the host's memory between updates.
+    park: what waits in the host's memory while it is not needed: "optimizer",
+      its state and a critic's, or "reference".
     lock: held around every launch.
+    reference: a model that is the reference; None keeps a copy of the first
+      weights in the state, where `algo` needs one.
 
   Returns:
     The steps.
@@ -94,6 +118,7 @@ def build(
     critic_optimizer=critic_optimizer,
     adapters=adapters,
     trains=trains,
+    reference=reference is None and step.needs_reference(algo),
   )
   shapes = jax.eval_shape(init, params, key)
   by_leaf = jax.tree.map(lambda x: x.sharding, params)
@@ -116,25 +141,28 @@ def build(
     return init(params, key)
 
   own = _critic_weights(shardings)
+  judge, by_judge = _judge(reference, shardings)
 
   @functools.partial(
-    jax.jit,
-    in_shardings=(by_leaf, by_adapter, shardings.reference, own, None),
+    jax.jit, in_shardings=(by_leaf, by_adapter, by_judge, own, None)
   )
   def score(
     params: types.Tree,
     adapters: types.Tree,
-    reference: types.Tree,
+    given: types.Tree,
     critic: types.Tree,
     batch: types.Batch,
   ) -> types.Batch:
     leaves = trained.choose(trains, params, adapters)
+    if judge is None:
+      given = trained.reference(trains, params, given)
     scored = step.score(
       trained.weights(trains, params, leaves),
       batch,
       decoder=decoder,
       algo=algo,
-      reference=trained.reference(trains, params, reference),
+      reference=given,
+      reference_decoder=judge,
       critic=critic,
       microbatches=cut.microbatches * cut.minibatches,
       updates=cut.updates,
@@ -146,12 +174,13 @@ def build(
   # Weights and the rest apart: only the rest may always be donated. Frozen
   # weights come back as they are: as a result they would be copied.
   by_moving, by_frozen = trained.split(trains, by_leaf)
-  others = dataclasses.replace(shardings, params=None)
+  moves = algo.reference_moves[0] > 0
+  others = _rest(shardings, moves)
 
   @functools.partial(
     jax.jit,
     in_shardings=(by_moving, by_frozen, others, None),
-    out_shardings=(dataclasses.replace(shardings, params=by_moving), whole),
+    out_shardings=(dataclasses.replace(others, params=by_moving), whole),
     donate_argnums=(2,) if keep_params else (0, 2),
   )
   def update(
@@ -175,41 +204,35 @@ def build(
     moved, _ = trained.split(trains, state.params)
     return dataclasses.replace(state, params=moved), metrics
 
-  def put(batch: types.Batch) -> types.Batch:
-    return jax.tree.map(
-      lambda x: jax.make_array_from_process_local_data(
-        _lie(mesh, x), x, x.shape
-      ),
-      batch,
-    )
-
-  resting = _parked(shardings, mesh) if park else shardings
-
-  def move(state: types.TrainState, to: types.TrainState) -> types.TrainState:
-    """Brings the state of optimizers to its place for the next stage."""
-    if not park:
-      return state
-    return _replace_moments(state, jax.device_put(_all(state), _all(to)))
+  resting = _parked(shardings, park, mesh)
 
   def launch_start(params: types.Tree) -> types.TrainState:
     with lock:
-      return move(start(params, key), resting)
+      return _move(start(params, key), resting, park)
 
-  def launch_score(state: types.TrainState, batch: types.Batch) -> types.Batch:
+  def launch_score(
+    state: types.TrainState, batch: types.Batch, reference: types.Tree = None
+  ) -> types.Batch:
     with lock:
+      given = reference or state.reference
+      if "reference" in park:
+        given = jax.device_put(given, by_judge)
       own = _critic_weights(state)
-      return score(state.params, state.adapters, state.reference, own, batch)
+      return score(state.params, state.adapters, given, own, batch)
 
   def launch_update(
     state: types.TrainState, batch: types.Batch
   ) -> tuple[types.TrainState, Metrics]:
     with lock:
-      rest = dataclasses.replace(move(state, shardings), params=None)
       moving, frozen = trained.split(trains, state.params)
+      rest = _move(_rest(state, moves), others, park)
       new, metrics = update(moving, frozen, rest, batch)
-      whole_params = trained.join(new.params, frozen)
-      new = dataclasses.replace(new, params=whole_params)
-      return move(new, resting), metrics
+      new = dataclasses.replace(
+        new,
+        params=trained.join(new.params, frozen),
+        reference=new.reference if moves else state.reference,
+      )
+      return _move(new, resting, park), metrics
 
   return Trainer(
     abstract=jax.tree.map(
@@ -218,7 +241,7 @@ def build(
       resting,
     ),
     start=launch_start,
-    put=put,
+    put=functools.partial(_put, mesh=mesh),
     score=launch_score,
     update=launch_update,
   )
@@ -233,6 +256,29 @@ def _adapters(
   # The rules that hold for all weights, whichever have an adapter.
   rules, _ = meshes.fit_rules(weights, meshes.TRAINING_RULES, mesh)
   return spec, meshes.weight_shardings(spec, rules, mesh)
+
+
+def _judge(
+  reference: references.Placed | None, shardings: types.TrainState
+) -> tuple[decoders.Decoder | None, types.Tree]:
+  """Returns the reference's model, None for the policy's; how weights lie."""
+  if reference is None:
+    return None, shardings.reference
+  return reference.decoder, reference.shardings
+
+
+def _rest(state: types.TrainState, moves: bool) -> types.TrainState:
+  """Returns what an update takes besides weights: no reference that stays."""
+  reference = state.reference if moves else None
+  return dataclasses.replace(state, params=None, reference=reference)
+
+
+def _put(batch: types.Batch, mesh: jax.sharding.Mesh) -> types.Batch:
+  """Places a batch of the host."""
+  return jax.tree.map(
+    lambda x: jax.make_array_from_process_local_data(_lie(mesh, x), x, x.shape),
+    batch,
+  )
 
 
 def _lie(mesh: jax.sharding.Mesh, x: Any) -> jax.sharding.NamedSharding:
@@ -252,6 +298,7 @@ def _init(
   critic_optimizer: optax.GradientTransformation | None,
   adapters: types.Tree,
   trains: trained.Setting,
+  reference: bool,
 ) -> types.TrainState:
   """Returns the first state, with what the algorithm needs and what trains."""
   # Names keep adapters apart from weights that the same key has drawn.
@@ -260,7 +307,7 @@ def _init(
     params,
     key,
     optimizer,
-    reference=step.needs_reference(algo),
+    reference=reference,
     critic=critics.start(params, algo.critic, critic_optimizer),
     trains=trains,
     adapters=specs.init(adapters, own, jnp.dtype("float32")),
@@ -302,33 +349,58 @@ def _critic_weights(state: types.TrainState) -> types.Tree:
   return None if state.critic is None else state.critic.params
 
 
-def _all(state: types.TrainState) -> tuple[types.Tree, types.Tree]:
-  """Returns the states of both optimizers."""
-  critic = state.critic
-  return state.opt_state, None if critic is None else critic.opt_state
+def _parts(
+  state: types.TrainState, park: Collection[str]
+) -> tuple[types.Tree, types.Tree, types.Tree]:
+  """Returns what is parked: states of both optimizers, and the reference."""
+  moments, critic = "optimizer" in park, state.critic
+  return (
+    state.opt_state if moments else None,
+    critic.opt_state if moments and critic is not None else None,
+    state.reference if "reference" in park else None,
+  )
 
 
-def _replace_moments(
-  state: types.TrainState, moments: tuple[types.Tree, types.Tree]
+def _replace(
+  state: types.TrainState,
+  parts: tuple[types.Tree, types.Tree, types.Tree],
+  park: Collection[str],
 ) -> types.TrainState:
-  """Puts back what `_all` took out."""
-  state, critic = dataclasses.replace(state, opt_state=moments[0]), state.critic
+  """Puts back what `_parts` took out."""
+  if "reference" in park:
+    state = dataclasses.replace(state, reference=parts[2])
+  if "optimizer" not in park:
+    return state
+  state, critic = dataclasses.replace(state, opt_state=parts[0]), state.critic
   if critic is None:
     return state
-  critic = dataclasses.replace(critic, opt_state=moments[1])
+  critic = dataclasses.replace(critic, opt_state=parts[1])
   return dataclasses.replace(state, critic=critic)
 
 
-def _parked(
-  shardings: types.TrainState, mesh: jax.sharding.Mesh
+def _move(
+  state: types.TrainState, to: types.TrainState, park: Collection[str]
 ) -> types.TrainState:
-  """Returns shardings with the state of optimizers in the host's memory."""
+  """Brings what is parked to its place for the next stage."""
+  there = jax.device_put(_parts(state, park), _parts(to, park))
+  return _replace(state, there, park)
+
+
+def _parked(
+  shardings: types.TrainState, park: Collection[str], mesh: jax.sharding.Mesh
+) -> types.TrainState:
+  """Returns shardings with what is parked in the host's memory."""
+  if not park:
+    return shardings
   device = mesh.local_mesh.devices.flat[0]
   kinds = sorted(memory.kind for memory in device.addressable_memories())
-  if _HOST not in kinds:
+  if HOST not in kinds:
     raise types.InputError(
-      f"placement.park: expected devices with {_HOST} memory, got "
-      f"{device.platform} with {', '.join(kinds)}. Leave optimizer out."
+      f"placement.park: expected devices with {HOST} memory, got "
+      f"{device.platform} with {', '.join(kinds)}. Leave optimizer and "
+      "reference out."
     )
-  resting = jax.tree.map(lambda s: s.with_memory_kind(_HOST), _all(shardings))
-  return _replace_moments(shardings, resting)
+  resting = jax.tree.map(
+    lambda s: s.with_memory_kind(HOST), _parts(shardings, park)
+  )
+  return _replace(shardings, resting, park)

@@ -83,7 +83,11 @@ def _begun(annotation: Any, names: set[str]) -> Any:
     if names <= {field.name for field in dataclasses.fields(kind)}
   ]
   for kind in (*fitting, *kinds):
-    return typing.cast(Any, kind)()
+    # Not yet checked: what is set may be what its rules ask for.
+    begun = object.__new__(typing.cast(Any, kind))
+    for field in dataclasses.fields(begun):
+      object.__setattr__(begun, field.name, field.default)
+    return begun
   return None
 
 

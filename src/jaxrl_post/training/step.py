@@ -73,6 +73,7 @@ def score(
   decoder: decoders.Decoder,
   algo: algorithm.Algorithm,
   reference: types.Tree = None,
+  reference_decoder: decoders.Decoder | None = None,
   critic: types.Tree = None,
   microbatches: int = 1,
   updates: int = 1,
@@ -86,6 +87,7 @@ def score(
     decoder: the model.
     algo: gives the advantages.
     reference: weights of the reference policy, if `algo` needs them.
+    reference_decoder: its model, of the same vocabulary; None is `decoder`.
     critic: weights of the critic, likewise.
     microbatches: parts the rows are cut into; divides B.
     updates: that the batch will have.
@@ -116,12 +118,13 @@ def score(
   known = None
   if needs_reference(algo) and reference is None:
     raise ValueError("score: expected a reference, got none")
+  judge = reference_decoder or decoder
   if "reference" in algo.needs:
-    find = _scored(decoder, reference)
+    find = _scored(judge, reference)
     known, _ = portions.each(find, batch, microbatches)
     batch = dataclasses.replace(batch, reference_logprobs=known)
   if algo.candidates:
-    find = _probable(decoder, reference, algo.candidates)
+    find = _probable(judge, reference, algo.candidates)
     ids, found = portions.each(find, batch, microbatches)
     batch = dataclasses.replace(batch, teacher_ids=ids, teacher_logprobs=found)
   if algo.critic is not None and not heads:

@@ -1,0 +1,319 @@
+"""A model of its own as reference: it teaches, and is never anything else."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_post import config, loop, prepare, types
+from jaxrl_post.algos import (
+  algorithm,
+  distill,
+  divergence,
+  dpo,
+  grpo,
+)
+from jaxrl_post.algos import objective as objectives
+from jaxrl_post.data import tokenizer
+from jaxrl_post.models import decoder, transformer, weights
+from jaxrl_post.runtime import manifest
+from jaxrl_post.training import lora
+from tests.e2e import experiment, runs
+from tests.reference import tiny_folder
+
+STEPS = 30
+_SHAPE = {
+  "hidden_size": 24,
+  "intermediate_size": 40,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 2,
+  "num_key_value_heads": 1,
+  "head_dim": 12,
+  "vocab_size": 8,
+}
+
+
+@pytest.fixture(autouse=True)
+def _cached():
+  with runs.compile_cache():
+    yield
+
+
+def write(folder: pathlib.Path, *, seed: int = 0, **options) -> pathlib.Path:
+  """Writes a Qwen3 of random weights that speaks as the policy does."""
+  tiny_folder.write(
+    folder, "qwen3", seed=seed, template=None, **{**_SHAPE, **options}
+  )
+  spoken = tokenizer.characters(experiment.LETTERS)
+  spoken.backend.save(str(folder / "tokenizer.json"))
+  names = {"eos_token": tokenizer.EOS, "pad_token": tokenizer.PAD}
+  (folder / "tokenizer_config.json").write_text(json.dumps(names))
+  (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
+  return folder
+
+
+@pytest.fixture(name="teacher", scope="module")
+def _teacher(tmp_path_factory) -> pathlib.Path:
+  return write(tmp_path_factory.mktemp("model") / "teacher")
+
+
+def taught(
+  teacher: pathlib.Path,
+  algo: algorithm.Algorithm,
+  *assignments: str,
+  **options,
+) -> config.Run:
+  """Returns the smallest run with a teacher; `options` are the teacher's."""
+  run = dataclasses.replace(
+    runs.configured(),
+    algo=algo,
+    reference=decoder.Model(path=str(teacher), **options),
+  )
+  return config.override(run, assignments)
+
+
+def train(folder: pathlib.Path, cfg: config.Run) -> types.TrainState:
+  folder.mkdir(exist_ok=True)
+  return loop.run(cfg, prepare.prepare(cfg), folder)
+
+
+def predictions(
+  params: types.Tree, shape: transformer.Config, cfg: config.Run
+) -> np.ndarray:
+  """Returns log-probabilities of each first token, by all prompts there are."""
+  encode = prepare.prepare(cfg).data.tokenizer.encode
+  asked = [encode(experiment.make(i).prompt) for i in range(16)]
+  tokens = jnp.array(asked, jnp.int32)
+  places = jnp.broadcast_to(jnp.arange(2), tokens.shape)
+  hidden, _ = transformer.forward(params, shape, tokens, places)
+  logits = transformer.logits(params, shape, hidden[:, -1])
+  return np.asarray(jax.nn.log_softmax(logits), np.float64)
+
+
+def reverse_kl(state: types.TrainState, cfg: config.Run) -> float:
+  """Returns KL(policy || teacher) of the first token, exactly, in nats."""
+  assert cfg.reference is not None and cfg.reference.path is not None
+  assert cfg.model.config is not None
+  shape = weights.read_config(cfg.reference.path)
+  asked = weights.read_params(cfg.reference.path, shape)
+  policy = predictions(jax.device_get(state.params), cfg.model.config, cfg)
+  teacher = predictions(jax.device_get(asked), shape, cfg)
+  return float(np.mean(np.sum(np.exp(policy) * (policy - teacher), axis=-1)))
+
+
+@pytest.fixture(name="distilled", scope="module")
+def _distilled(teacher, tmp_path_factory):
+  cfg = taught(teacher, distill.objective(), f"num_steps={STEPS}")
+  folder = tmp_path_factory.mktemp("runs") / "distilled"
+  with runs.compile_cache():
+    return train(folder, cfg), cfg, runs.metrics(folder)
+
+
+def test_a_policy_comes_closer_to_a_teacher_of_another_shape(distilled):
+  state, cfg, lines = distilled
+  kl = [line["loss/kl"] for line in lines]
+  assert np.mean(kl[-5:]) < 0.5 * np.mean(kl[:3])
+  first = loop.build(cfg, prepare.prepare(cfg)).draw()
+  start = reverse_kl(dataclasses.replace(state, params=first), cfg)
+  assert reverse_kl(state, cfg) < 0.5 * start
+
+
+def test_so_it_does_by_the_teachers_most_probable_tokens(teacher, tmp_path):
+  cfg = taught(teacher, distill.top(4), f"num_steps={STEPS}")
+  state = train(tmp_path / "run", cfg)
+  losses = [line["loss/policy"] for line in runs.metrics(tmp_path / "run")]
+  assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:3])
+  first = loop.build(cfg, prepare.prepare(cfg)).draw()
+  start = reverse_kl(dataclasses.replace(state, params=first), cfg)
+  assert reverse_kl(state, cfg) < 0.5 * start
+
+
+def _bits(state: types.TrainState) -> list[np.ndarray]:
+  state = dataclasses.replace(state, key=jax.random.key_data(state.key))
+  return [np.asarray(x) for x in jax.tree.leaves(state)]
+
+
+def test_c118_a_run_goes_on_with_its_teacher_and_no_other(distilled, tmp_path):
+  whole, _, _ = distilled
+  teacher = write(tmp_path / "teacher")
+  cfg = taught(teacher, distill.objective(), "num_steps=3")
+  train(tmp_path / "run", cfg)
+  (saved,) = (tmp_path / "run" / "checkpoints").glob("*3")
+  assert not [x for x in manifest.read(saved).leaves if "reference" in x]
+  more = config.override(cfg, [f"num_steps={STEPS}"])
+  halves = train(tmp_path / "run", more)
+  assert halves.reference is None
+  for one, two in zip(_bits(whole), _bits(halves), strict=True):
+    np.testing.assert_array_equal(one, two)
+  write(teacher, seed=1)
+  more = config.override(cfg, [f"num_steps={STEPS + 1}"])
+  words = f"got one of step {STEPS} of another, with other weights of its ref"
+  with pytest.raises(types.InputError, match=words) as error:
+    train(tmp_path / "run", more)
+  assert "\n" not in str(error.value)
+
+
+def _kinds(tree: types.Tree) -> set[str | None]:
+  return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+
+
+def test_a_reference_that_is_parked_changes_no_bit(distilled, tmp_path):
+  # Another model, and the first weights of the policy.
+  _, cfg, lines = distilled
+  cfg = config.override(cfg, ["num_steps=3", "placement.park=reference"])
+  train(tmp_path / "taught", cfg)
+  place = loop.build(cfg, prepare.prepare(cfg))
+  assert _kinds(place.reference().params) == {"pinned_host"}
+  park = "placement.park=optimizer,reference"
+  own = runs.train(tmp_path / "own", "num_steps=3", exp="with_kl")
+  parked = runs.train(tmp_path / "parked", "num_steps=3", park, exp="with_kl")
+  assert _kinds(parked.state.reference) == {"pinned_host"}
+  assert _kinds(own.state.reference) == {"device"}
+  found = runs.metrics(tmp_path / "taught")
+  for ours, theirs in ((found, lines[:3]), (parked.metrics, own.metrics)):
+    for one, two in zip(ours, theirs, strict=True):
+      for name in ("loss/kl", "loss/policy", "loss/grad_norm"):
+        assert one[name] == two[name], name
+
+
+def test_its_weights_lie_on_the_training_mesh_in_its_own_dtype(teacher):
+  digests = []
+  for axes in ((), ("placement.training.fsdp=2", "placement.training.data=2")):
+    cfg = taught(teacher, distill.objective(), *axes, dtype="bfloat16")
+    place = loop.build(cfg, prepare.prepare(cfg))
+    found = place.reference()
+    digests.append(found.digest)
+    for leaf in jax.tree.leaves(found.params):
+      assert leaf.dtype == jnp.bfloat16
+      assert leaf.sharding.device_set == set(place.meshes.training.devices.flat)
+    assert not found.params["embed"].sharding.is_fully_replicated or not axes
+  # The same on any mesh, and another for other weights.
+  assert digests[0] == digests[1]
+  cfg = taught(teacher, distill.objective())
+  other = loop.build(cfg, prepare.prepare(cfg)).reference()
+  assert other.digest != digests[0]
+
+
+def test_adapters_are_judged_by_the_teacher(distilled, tmp_path):
+  _, cfg, lines = distilled
+  adapters = lora.Lora(rank=2, alpha=4.0)
+  cfg = dataclasses.replace(
+    config.override(cfg, ["num_steps=1"]),
+    optim=dataclasses.replace(cfg.optim, trained=adapters),
+  )
+  train(tmp_path / "run", cfg)
+  (line,) = runs.metrics(tmp_path / "run")
+  # Before the first update they change nothing.
+  assert line["loss/kl"] == pytest.approx(lines[0]["loss/kl"], abs=1e-5)
+
+
+# -------------------------------------------------------------- what is refused
+
+
+def _kl(**options) -> objectives.Objective:
+  kl = divergence.Kl(0.1, **options)
+  return dataclasses.replace(grpo.objective(), kl=kl)
+
+
+def _with(algo: algorithm.Algorithm, **fields) -> config.Run:
+  return dataclasses.replace(runs.configured(), algo=algo, **fields)
+
+
+_MODEL = decoder.Model(path="teacher")
+_ADAPTED = dataclasses.replace(
+  runs.configured().optim, trained=lora.Lora(rank=2, alpha=4.0)
+)
+
+
+@pytest.mark.parametrize(
+  ("algo", "fields", "assignments", "words"),
+  [
+    (grpo.objective(), {"reference": _MODEL}, (), "reference: expected none"),
+    (distill.objective(), {}, (), "reference: expected a model .* got none"),
+    (distill.top(4), {}, (), "reference: expected a model .* got none"),
+    (_kl(every=5), {"reference": _MODEL}, (), "algo.kl.every: expected 0"),
+    (
+      _kl(),
+      {"reference": dataclasses.replace(_MODEL, remat=True)},
+      (),
+      "reference.remat: expected false",
+    ),
+    (
+      distill.objective(),
+      {"reference": _MODEL},
+      ("stream.filter_zero_signal=true",),
+      "filter_zero_signal: expected false with a teacher",
+    ),
+    (grpo.objective(), {}, ("placement.park=reference",), "placement.park: "),
+    (
+      _kl(),
+      {"optim": _ADAPTED},
+      ("placement.park=reference",),
+      "placement.park: expected reference only where",
+    ),
+  ],
+)
+def test_half_a_reference_is_refused(algo, fields, assignments, words):
+  with pytest.raises(types.InputError, match=words) as error:
+    config.override(_with(algo, **fields), assignments)
+  assert "\n" not in str(error.value)
+
+
+def test_what_a_reference_may_be_combined_with_is_not_refused():
+  _with(dpo.objective(), group_size=2, reference=_MODEL)
+  _with(_kl(), reference=_MODEL, optim=_ADAPTED)
+  parked = ["placement.park=reference"]
+  config.override(_with(_kl(), reference=_MODEL, optim=_ADAPTED), parked)
+  config.override(_with(_kl()), parked)
+  found = config.override(_with(_kl()), ["reference.path=x"]).reference
+  assert found == decoder.Model(path="x")
+
+
+def _without(name: str):
+  return lambda folder: (folder / name).unlink()
+
+
+def _spoken(folder: pathlib.Path) -> None:
+  other = tokenizer.characters(experiment.LETTERS[::-1])
+  other.backend.save(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+  ("options", "spoil", "words"),
+  [
+    ({}, shutil.rmtree, r"reference.path: expected a folder .* got none at"),
+    ({"vocab_size": 9}, None, "reference: .* policy's 8 ids, got one with 9"),
+    (
+      {"max_position_embeddings": 7},
+      None,
+      "reference: .* at least 8 positions, got one with 7",
+    ),
+    ({}, _spoken, "reference.path: expected the tokens of the policy, got 'a'"),
+    ({}, _without("tokenizer.json"), "expected a folder with tokenizer.json"),
+    ({}, _without("model.safetensors"), "expected model.safetensors"),
+    ({}, _without("config.json"), "config.json: expected a JSON file"),
+  ],
+)
+def test_another_model_is_refused_before_a_device_is_touched(
+  options, spoil, words, tmp_path
+):
+  folder = write(tmp_path / "teacher", **options)
+  if spoil is not None:
+    spoil(folder)
+  cfg = taught(folder, distill.objective())
+  with pytest.raises(types.InputError, match=words) as error:
+    prepare.prepare(cfg)
+  assert "\n" not in str(error.value)
+
+
+def test_a_teacher_that_is_drawn_is_not_the_policy(tmp_path):
+  shape = runs.configured().model.config
+  cfg = _with(distill.objective(), reference=decoder.Model(config=shape))
+  place = loop.build(cfg, prepare.prepare(cfg))
+  embed = place.reference().params["embed"]
+  assert np.max(np.abs(embed - place.draw()["embed"])) > 0.1
