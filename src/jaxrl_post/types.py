@@ -69,8 +69,8 @@ class TrainState:
     key: random key of the rollouts; constant, every token folds in its own
       uid and position.
     reference: weights that a KL, a teacher or a preference compares with, only
-      those that train; None where nothing does, and with adapters, where it is
-      `params`.
+      those that train; None where nothing does, with adapters, where it is
+      `params`, and where it is a model of its own.
     critic: a `training.critic.State`; None without one.
     adapters: of low rank, see `training.lora`; None where weights train.
   """

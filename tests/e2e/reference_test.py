@@ -87,7 +87,7 @@ def predictions(
 ) -> np.ndarray:
   """Returns log-probabilities of each first token, by all prompts there are."""
   encode = prepare.prepare(cfg).data.tokenizer.encode
-  asked = [encode(experiment.make(i).prompt) for i in range(16)]
+  asked = [encode(str(experiment.make(i).prompt)) for i in range(16)]
   tokens = jnp.array(asked, jnp.int32)
   places = jnp.broadcast_to(jnp.arange(2), tokens.shape)
   hidden, _ = transformer.forward(params, shape, tokens, places)

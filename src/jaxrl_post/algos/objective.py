@@ -326,7 +326,7 @@ class Objective:
       `loss/clip_fraction`, 1 where the trust region acts; `loss/entropy`; with
       corrections `loss/importance_mean`, the weight,
       `loss/importance_squared`, and `loss/importance_capped`, 1 where one acts;
-      with a reference `loss/kl`, the estimate of the KL, or k1 without one.
+      where a reference is known `loss/kl`, its estimate, by k1 without `kl`.
     """
     inputs = dataclasses.replace(inputs, old_logprobs=self._proximal(inputs))
     log_ratio, mask = losses.log_ratio(inputs, self.ratio), inputs.loss_mask
