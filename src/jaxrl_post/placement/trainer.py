@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ Metrics = dict[str, jax.Array]
 HOST = "pinned_host"
 
 
+@runtime_checkable
 class Score(Protocol):
   """Scores a batch, see `training.step.score`."""
 
