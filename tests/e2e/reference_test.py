@@ -20,7 +20,7 @@ from jaxrl_post.algos import (
   grpo,
 )
 from jaxrl_post.algos import objective as objectives
-from jaxrl_post.data import tokenizer
+from jaxrl_post.data import pack, tokenizer
 from jaxrl_post.models import decoder, transformer, weights
 from jaxrl_post.runtime import manifest
 from jaxrl_post.training import lora
@@ -167,25 +167,64 @@ def _kinds(tree: types.Tree) -> set[str | None]:
   return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
-def test_a_reference_that_is_parked_changes_no_bit(
-  distilled, teacher, tmp_path
-):
-  # Another model, and the first weights of the policy.
-  settings = ("num_steps=3", "placement.park=reference")
-  cfg, lines = taught(teacher, distill.objective(), *settings), distilled[1]
-  train(tmp_path / "taught", cfg)
-  place = loop.build(cfg, prepare.prepare(cfg))
-  assert _kinds(place.reference().params) == {"pinned_host"}
-  park = "placement.park=optimizer,reference"
-  own = runs.train(tmp_path / "own", "num_steps=3", exp="with_kl")
-  parked = runs.train(tmp_path / "parked", "num_steps=3", park, exp="with_kl")
-  assert _kinds(parked.state.reference) == {"pinned_host"}
-  assert _kinds(own.state.reference) == {"device"}
-  found = runs.metrics(tmp_path / "taught")
-  for ours, theirs in ((found, lines[:3]), (parked.metrics, own.metrics)):
-    for one, two in zip(ours, theirs, strict=True):
-      for name in ("loss/kl", "loss/policy", "loss/grad_norm"):
-        assert one[name] == two[name], name
+def _rows(cfg: config.Run, parts: prepare.Parts) -> types.Batch:
+  """Packs completions that say what was asked."""
+  groups = []
+  for uid in range(cfg.groups_per_step):
+    prompt = parts.data.train[uid]
+    made = [
+      types.Completion(
+        uid=uid * cfg.group_size + number,
+        tokens=(*prompt.tokens[: 1 + number % 2], 1),
+        logprobs=(-2.0,) * (2 + number % 2),
+        versions=(0,) * (2 + number % 2),
+        finish="stop",
+      )
+      for number in range(cfg.group_size)
+    ]
+    rollouts = [
+      types.Rollout(
+        prompt=prompt,
+        completion=one,
+        temperature=1.0,
+        text="",
+        reward=float(one.uid % 2),
+      )
+      for one in made
+    ]
+    groups.append(types.Group(prompt=prompt, rollouts=tuple(rollouts)))
+  return pack.pack(groups, prepare.layout(cfg, parts.decoder.config, 1))
+
+
+def _stepped(cfg: config.Run, updates: int = 2):
+  """Returns the reference, the state, the batch and the metrics at the end."""
+  parts = prepare.prepare(cfg)
+  place = loop.build(cfg, parts)
+  trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
+  teacher, metrics = place.reference().params, {}
+  state, rows = trainer.start(place.draw()), _rows(cfg, parts)
+  batch = trainer.score(state, trainer.put(rows), teacher)
+  for _ in range(updates):
+    state, metrics = trainer.update(state, batch)
+    batch = trainer.score(state, trainer.put(rows), teacher)
+  kept = state.reference if teacher is None else teacher
+  return kept, state, jax.device_get(batch), jax.device_get(metrics)
+
+
+@pytest.mark.parametrize("case", ["teacher", "first weights", "moving"])
+def test_a_reference_that_is_parked_changes_no_bit(teacher, case):
+  if case == "teacher":
+    cfg = taught(teacher, distill.objective())
+  else:
+    every = 1 if case == "moving" else 0
+    cfg = _with(_kl(every=every, share=0.5))
+  parked = config.override(cfg, ["placement.park=reference"])
+  (kept, one, *rest), (away, two, *others) = _stepped(cfg), _stepped(parked)
+  assert (_kinds(kept), _kinds(away)) == ({"device"}, {"pinned_host"})
+  jax.tree.map(np.testing.assert_array_equal, kept, away)
+  for ours, theirs in zip(_bits(one), _bits(two), strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+  jax.tree.map(np.testing.assert_array_equal, rest, others)
 
 
 def test_its_weights_lie_on_the_training_mesh_in_its_own_dtype(teacher):
@@ -211,13 +250,17 @@ def test_its_weights_lie_on_the_training_mesh_in_its_own_dtype(teacher):
   assert other.digest != digests[0]
 
 
-def test_adapters_are_judged_by_the_teacher(distilled, teacher, tmp_path):
-  adapted = ("num_steps=1", "optim.trained.rank=2", "optim.trained.alpha=4")
-  cfg, lines = taught(teacher, distill.objective(), *adapted), distilled[1]
-  train(tmp_path / "run", cfg)
-  (line,) = runs.metrics(tmp_path / "run")
-  # Before the first update they change nothing.
-  assert line["loss/kl"] == pytest.approx(lines[0]["loss/kl"], abs=1e-5)
+def test_adapters_are_judged_by_the_teacher(teacher):
+  cfg = taught(teacher, distill.objective())
+  adapted = config.override(cfg, ["optim.trained.rank=2"])
+  (_, state, batch, _), (_, _, other, _) = (
+    _stepped(one, updates=0) for one in (adapted, cfg)
+  )
+  assert state.adapters is not None and state.reference is None
+  np.testing.assert_allclose(
+    batch.reference_logprobs, other.reference_logprobs, atol=1e-6
+  )
+  assert np.abs(batch.reference_logprobs - batch.old_logprobs).max() > 0.1
 
 
 # -------------------------------------------------------------- what is refused

@@ -266,10 +266,10 @@ def test_a_teacher_of_another_shape_scores_as_it_does_alone():
   hidden = decoders.states(
     decoders.Decoder(shape),
     teacher,
-    tokens=batch.tokens,
-    positions=batch.positions,
-    segment_ids=batch.segment_ids,
-    prefix_ids=batch.prefix_ids,
+    tokens=jnp.asarray(batch.tokens),
+    positions=jnp.asarray(batch.positions),
+    segment_ids=jnp.asarray(batch.segment_ids),
+    prefix_ids=jnp.asarray(batch.prefix_ids),
   )
   logits = transformer.logits(teacher, shape, hidden)
   table = np.roll(np.asarray(jax.nn.log_softmax(logits)), 1, axis=1)
