@@ -204,10 +204,10 @@ def _check_reference(run: Run) -> None:
         str(every),
       ),
       (
-        reference is None or not reference.remat,
+        reference is None or reference.remat == "none",
         "reference.remat",
-        "false, as nothing goes backward through a reference",
-        "true",
+        "none, as nothing goes backward through a reference",
+        reference.remat if reference else "none",
       ),
       (
         not adapters or not every,

@@ -290,9 +290,9 @@ _ADAPTED = dataclasses.replace(
     (_kl(every=5), {"reference": _MODEL}, (), "algo.kl.every: expected 0"),
     (
       _kl(),
-      {"reference": dataclasses.replace(_MODEL, remat=True)},
+      {"reference": dataclasses.replace(_MODEL, remat="layer")},
       (),
-      "reference.remat: expected false",
+      "reference.remat: expected none",
     ),
     (
       distill.objective(),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post.data import tokenizer as tokenizers
-from jaxrl_post.models import gguf_io, hf_format, transformer, weights
+from jaxrl_post.models import among, gguf_io, hf_format, transformer, weights
 
 VALUES = pathlib.Path(__file__).parents[1] / "reference" / "values"
 ATOL = 5e-4  # float32, 30 layers, logits up to 37.
@@ -71,7 +71,7 @@ def extend(params, cfg, tokens, positions, cache):
   def attend(cache, q, k, v):
     k = cache[0].at[rows, positions].set(k)
     v = cache[1].at[rows, positions].set(v)
-    return transformer.attention(q, k, v, mask), (k, v)
+    return among.attention(q, k, v, mask), (k, v)
 
   hidden, cache = transformer.forward(
     params, cfg, tokens, positions, cache=cache, attend=attend

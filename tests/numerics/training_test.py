@@ -294,8 +294,8 @@ def test_remat_and_chunks_change_memory_and_not_numbers():
   batch, results = _ragged(), []
   for decoder in (
     _DECODER,
-    dataclasses.replace(_DECODER, remat=True, chunk=1),
-    dataclasses.replace(_DECODER, chunk=100),
+    dataclasses.replace(_DECODER, remat="layer", chunk=1),
+    dataclasses.replace(_DECODER, remat="dots", chunk=100),
   ):
 
     def total(params, decoder=decoder):

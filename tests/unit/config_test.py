@@ -214,6 +214,7 @@ def test_a_group_that_may_be_left_out_is_set_as_a_whole_or_begun():
     ("optim.learning_rate=fast", "expected float, got 'fast'"),
     ("stream.asynchronous=1", "expected true or false, got '1'"),
     ("optim.schedule=step", "'constant' or 'linear' or 'cosine', got 'step'"),
+    ("model.remat=true", "'none' or 'dots' or 'layer', got 'true'"),
     ("data.epochs=x", "expected int"),
     ("data.train.make=nowhere:make", "module:name of a function"),
     ("data.train.make=math:pi", "module:name of a function, got 'math:pi'"),

@@ -360,3 +360,11 @@ def test_two_chunks_of_logits_are_held_and_no_more():
   row = w.vocab * 4
   assert many > 2 * 2048 * row  # The peak is there.
   assert many - few <= 2 * 1024 * row * 1.02
+
+
+def test_each_choice_of_remat_keeps_less_than_the_one_before():
+  vocab = workloads.WORKLOADS["W3"].vocab
+  none, dots, layer = (
+    _memory(8, vocab, remat=kept) for kept in ("none", "dots", "layer")
+  )
+  assert none > 1.2 * dots > 1.2 * 1.2 * layer

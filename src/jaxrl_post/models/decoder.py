@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_post import types
-from jaxrl_post.models import scoring, transformer
+from jaxrl_post.models import among, scoring, transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,17 +18,19 @@ class Decoder:
   Attributes:
     config: shape of the transformer.
     dtype: compute dtype of its matrix products.
-    remat: recompute layers in the backward pass to save memory.
+    remat: what of a layer is kept for the backward pass: see `forward`.
     chunk: tokens whose logits a device has at a time.
     sharding: how rows and positions of what is scored lie on a mesh; None where
       all are on one device.
+    among_rows: what attends among the tokens of a row: see `among.on`.
   """
 
   config: transformer.Config
   dtype: Literal["float32", "bfloat16"] = "float32"
-  remat: bool = False
+  remat: transformer.Remat = "none"
   chunk: int = 1024
   sharding: jax.sharding.NamedSharding | None = None
+  among_rows: among.Among = among.portable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +42,9 @@ class Model:
     config: shape of a random model; None with a path.
     dtype: compute dtype of score and update. Weights are kept in float32,
       those of a reference, which never trains, in this dtype.
-    remat: recompute layers in the backward pass to save memory; not of a
-      reference, which has none.
+    remat: what of a layer is kept for the backward pass, the rest is made
+      again: all of it (`none`), products with weights (`dots`), or nothing but
+      what goes in (`layer`). Not of a reference, which has no such pass.
     chunk: tokens whose logits a device has at a time; bounds their memory by
       chunk x vocabulary, whatever the rows.
   """
@@ -49,7 +52,7 @@ class Model:
   path: str | None = None
   config: transformer.Config | None = None
   dtype: Literal["float32", "bfloat16"] = "float32"
-  remat: bool = False
+  remat: transformer.Remat = "none"
   chunk: int = 1024
 
   def __post_init__(self) -> None:
@@ -90,6 +93,7 @@ def states(
     positions,
     segment_ids=segment_ids,
     prefix_ids=prefix_ids,
+    among_rows=decoder.among_rows,
     dtype=decoder.dtype,
     remat=decoder.remat,
     sharding=decoder.sharding,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
-from jaxrl_post.models import adapted, quantize
+from jaxrl_post.models import adapted, among, quantize
 from jaxrl_post.models import spec as specs
 
 
@@ -77,12 +77,22 @@ class Config:
       )
 
 
+# What the backward pass of a layer does not make again: anything, products with
+# weights, or what goes in.
+Remat: TypeAlias = Literal["none", "dots", "layer"]
+
 # What attends where there is a cache: takes a layer's cache, q [B, T, N, H],
 # and k and v [B, T, K, H] of the new tokens; returns what each query read,
 # [B, T, N, H], and the cache with the new tokens in it.
 Attend: TypeAlias = Callable[
   [Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]
 ]
+
+
+_KEPT = {
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "layer": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 def spec(cfg: Config) -> types.Tree:
@@ -179,24 +189,6 @@ class _Context(NamedTuple):
   attend: Attend
 
 
-def attention(
-  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: jax.Array
-) -> jax.Array:
-  """Softmax attention in float32 over keys that lie side by side.
-
-  Args:
-    q_BTNH: queries.
-    k_BSKH: keys.
-    v_BSKH: values.
-    mask: [B, 1, T, S]; which keys a query reads.
-
-  Returns:
-    What each query read, [B, T, N, H].
-  """
-  with jax.numpy_dtype_promotion("standard"):  # it mixes float32 and bfloat16
-    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask)
-
-
 def _project(
   x: jax.Array, w: jax.Array | quantize.Int8 | adapted.Adapted, num_in: int
 ) -> jax.Array:
@@ -256,8 +248,9 @@ def forward(
   prefix_ids: Int[Array, "B T"] | None = None,
   cache: Any = None,
   attend: Attend | None = None,
+  among_rows: among.Among = among.portable,
   dtype: Literal["float32", "bfloat16"] = "float32",
-  remat: bool = False,
+  remat: Remat = "none",
   sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
   """Runs the decoder over tokens.
@@ -278,8 +271,11 @@ def forward(
       dim, or a tuple of them if the weights are unstacked.
     attend: attends where a token has keys outside of `tokens`; None for
       attention among them.
+    among_rows: what attends among them, see `among.on`.
     dtype: compute dtype of matrix products; norms and softmax are float32.
-    remat: recompute each layer in the backward pass instead of keeping it.
+    remat: what of each layer is kept for the backward pass: all that it needs
+      ("none"), products with weights ("dots"), or nothing but what goes in
+      ("layer"). The rest is made again.
     sharding: how rows and positions lie on a mesh. Hidden states are held to
       it, so that split weights are gathered layer by layer; otherwise the
       compiler may as well split the states like the weights, and send those.
@@ -289,7 +285,10 @@ def forward(
   """
   phase = positions[..., None].astype(jnp.float32) * inverse_frequencies(cfg)
   sin, cos = jnp.sin(phase)[:, :, None, :], jnp.cos(phase)[:, :, None, :]
-  ctx = _Context(sin, cos, attend or _among(tokens, segment_ids, prefix_ids))
+  if attend is None:
+    rows = among.places(segment_ids, prefix_ids, tokens.shape)
+    attend = _without_cache(among_rows(rows, cfg.head_width, dtype))
+  ctx = _Context(sin, cos, attend)
   x = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan)
   x = x.astype(dtype)
 
@@ -303,8 +302,8 @@ def forward(
     weights = {name: _cast(w, dtype) for name, w in weights.items()}
     return _block(cfg, lay(x), weights, ctx, cached)
 
-  if remat:
-    layer = jax.checkpoint(layer, prevent_cse=False)
+  if remat != "none":
+    layer = jax.checkpoint(layer, prevent_cse=False, policy=_KEPT[remat])
   if isinstance(params["layers"], tuple):
     made = []
     caches = (None,) * cfg.num_layers if cache is None else cache
@@ -317,6 +316,10 @@ def forward(
   return _rms_norm(lay(x), params["final_norm"], cfg.norm_eps), cache
 
 
+def _without_cache(read: among.Read) -> Attend:
+  return lambda cache, q, k, v: (read(q, k, v), cache)
+
+
 def unstack(params: types.Tree) -> types.Tree:
   """Returns the weights with a tuple of layers instead of stacked ones."""
   stacked = params["layers"]
@@ -325,29 +328,6 @@ def unstack(params: types.Tree) -> types.Tree:
     jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(depth)
   )
   return {**params, "layers": layers}
-
-
-def _among(
-  tokens: jax.Array,
-  segment_ids: jax.Array | None,
-  prefix_ids: jax.Array | None,
-) -> Attend:
-  """Attends to earlier tokens of the same segments; keeps nothing."""
-  num, length = tokens.shape
-  order = jnp.arange(length)
-  mask = (order[None, :] <= order[:, None])[None]
-  if segment_ids is not None:
-    keys = segment_ids[:, None, :]
-    same = segment_ids[:, :, None] == keys
-    if prefix_ids is not None:
-      same = same | (prefix_ids[:, :, None] == keys)
-    mask = mask & same
-  mask = jnp.broadcast_to(mask, (num, length, length))[:, None]
-
-  def attend(cache: Any, q: jax.Array, k: jax.Array, v: jax.Array):
-    return attention(q, k, v, mask), cache
-
-  return attend
 
 
 def logits(

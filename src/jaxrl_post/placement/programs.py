@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxrl_post import types
 from jaxrl_post.algos import algorithm
+from jaxrl_post.models import among, quantize, transformer, weights
 from jaxrl_post.models import decoder as decoders
-from jaxrl_post.models import quantize, transformer, weights
 from jaxrl_post.models import spec as specs
 from jaxrl_post.placement import bridge, fingerprint, generator, replica
 from jaxrl_post.placement import mesh as meshes
@@ -176,6 +176,19 @@ def _meshes(
   )
 
 
+def placed_on(
+  decoder: decoders.Decoder, mesh: jax.sharding.Mesh
+) -> decoders.Decoder:
+  """Returns the decoder for rows that lie on a training mesh."""
+  spec = transformer.spec(decoder.config)
+  rules, _ = meshes.fit_rules(spec, meshes.TRAINING_RULES, mesh)
+  lie = meshes.token_sharding(mesh)
+  read = among.on(
+    lie, rules.get("heads"), backend=among.backend(mesh.devices.flat[0])
+  )
+  return dataclasses.replace(decoder, sharding=lie, among_rows=read)
+
+
 def _merging(
   trains: trained.Setting, home: types.Tree
 ) -> Callable[[types.TrainState], types.Tree]:
@@ -284,7 +297,13 @@ def build(
   judge = None
   if reference is not None:
     host = trainers.HOST if "reference" in cfg.park else None
-    judge = references.place(reference, placed.training, key=key, host=host)
+    judging = placed_on(reference.decoder, placed.training)
+    judge = references.place(
+      dataclasses.replace(reference, decoder=judging),
+      placed.training,
+      key=key,
+      host=host,
+    )
 
   def trainer(
     algo: algorithm.Algorithm, optimizer: optim.Optim, num_steps: int
@@ -293,9 +312,7 @@ def build(
     return trainers.build(
       placed.training,
       params=params,
-      decoder=dataclasses.replace(
-        decoder, sharding=meshes.token_sharding(placed.training)
-      ),
+      decoder=placed_on(decoder, placed.training),
       algo=algo,
       optimizer=optim.build(optimizer, num_updates),
       critic_optimizer=critics.optimizer(algo.critic, optimizer, num_updates),

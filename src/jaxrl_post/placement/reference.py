@@ -69,7 +69,7 @@ def place(
   """Lays a model out on the training mesh. Reads nothing.
 
   Args:
-    source: the model.
+    source: the model; its decoder is for rows that lie on `mesh`.
     mesh: the training mesh.
     key: the run's key.
     host: the kind of memory that the weights wait in; None is the devices'.
@@ -94,9 +94,7 @@ def place(
       params = jax.device_put(params, away)
     return Reference(params, digest)
 
-  laid = meshes.token_sharding(mesh)
-  decoder = dataclasses.replace(source.decoder, sharding=laid)
-  return Placed(decoder=decoder, shardings=home, load=load)
+  return Placed(decoder=source.decoder, shardings=home, load=load)
 
 
 def _digest(params: types.Tree, home: types.Tree) -> str:

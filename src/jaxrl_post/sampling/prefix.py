@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
+from jaxrl_post.models import among, scoring, transformer
 from jaxrl_post.models import decoder as decoders
-from jaxrl_post.models import scoring, transformer
 
 
 @types.record
@@ -122,7 +122,7 @@ def extend(
       jax.lax.dynamic_update_slice_in_dim(old, new, begin, axis=1)
       for old, new in zip(cache, (k, v), strict=True)
     )
-    return transformer.attention(q, k, v, mask), (k, v)
+    return among.attention(q, k, v, mask), (k, v)
 
   hidden, (k, v) = transformer.forward(
     params,
