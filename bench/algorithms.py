@@ -25,6 +25,7 @@ from jaxrl_post.algos import (
   dapo,
   grpo,
   gspo,
+  ppo,
   reinforce_pp,
   rloo,
   sapo,
@@ -44,6 +45,12 @@ def _with(algo: algorithm.Algorithm) -> config.Run:
 def with_grpo() -> config.Run:
   """The demo as it is."""
   return _with(grpo.objective())
+
+
+def with_ppo() -> config.Run:
+  """A critic of its own, which learns as fast as the policy."""
+  run = _with(ppo.objective())
+  return config.override(run, ["algo.baseline.learning_rate=1e-3"])
 
 
 def with_dapo() -> config.Run:
@@ -76,7 +83,16 @@ def with_reinforce_pp() -> config.Run:
   return _with(reinforce_pp.objective())
 
 
-NAMES = ("grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp")
+NAMES = (
+  "grpo",
+  "ppo",
+  "gspo",
+  "rloo",
+  "cispo",
+  "dapo",
+  "sapo",
+  "reinforce_pp",
+)
 
 
 def right(name: str, seed: int, steps: int) -> tuple[float, float]:

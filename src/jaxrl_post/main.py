@@ -149,6 +149,8 @@ def _run(stopper: signals.Stopper) -> int:
   cfg = config.load(_EXP.value, pathlib.Path("experiments"))
   cfg = config.override(cfg, _SET.value)
   launch = _launch()
+  if _MODE.value in ("train", "dry_run"):
+    prepare.check_schedule(cfg)
   if _MODE.value in ("rollout", "serve"):
     _check_alone(cfg, launch, _MODE.value)
   if _MODE.value == "serve":

@@ -162,6 +162,21 @@ def _check_same_ids(path: str, ours: tokenizers.Tokenizer) -> None:
       )
 
 
+def check_schedule(cfg: config.Run) -> None:
+  """Refuses to train at a rate that is to fall, and has no time to.
+
+  Raises:
+    InputError: it rises until the end.
+  """
+  optim, updates = cfg.optim, cfg.num_steps * cfg.optim.updates
+  if optim.schedule != "constant" and optim.warmup_steps >= updates:
+    raise types.InputError(
+      "optim.warmup_steps: expected less than the run's "
+      f"{updates} updates with optim.schedule={optim.schedule}, got "
+      f"{optim.warmup_steps}. Lower it, or make the run longer."
+    )
+
+
 def _warn_uncorrected(cfg: config.Run) -> None:
   """Says so where nothing corrects that the engine computes otherwise."""
   rounds = cfg.sampling.quantized or cfg.sampling.compute != cfg.model.dtype

@@ -35,6 +35,10 @@ WRONG = {
     runs.settings("placement.training.fsdp=3", "placement.generation.data=3"),
     "expected a multiple of 3 data-parallel parts x 1 microbatches x 1 ",
   ),
+  "rate without time to fall": (
+    runs.settings("optim.schedule=linear", "optim.warmup_steps=4"),
+    "optim.warmup_steps: expected less than the run's 4 updates with ",
+  ),
 }
 
 

@@ -13,11 +13,15 @@ from jaxrl_post import types
 from jaxrl_post.algos import distill, divergence
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import transformer
-from jaxrl_post.training import step
+from jaxrl_post.training import diagnostics, step
 from tests.numerics import critics as batches
 from tests.unit import engines as making
 
 _VOCAB, _LENGTH = 12, 5
+_NONE = {
+  name: jnp.zeros(())
+  for name in ("mismatch/tokens", "mismatch/mean_abs", "mismatch/kl")
+}
 
 
 def _tables(seed=0):
@@ -236,6 +240,29 @@ def test_microbatches_change_nothing(microbatches):
     optax.tree.get(one.opt_state, "mu"),
     optax.tree.get(two.opt_state, "mu"),
   )
+
+
+def test_its_pull_is_the_slope_by_the_teachers_best_tokens():
+  policy, teacher = _tables()
+  mask = (1, 1, 0, 1, 1)
+  given = _given(teacher, policy, 3, mask)
+  pulls = diagnostics.pulls_of(lambda x: distill.top(3).loss(x)[0], given)
+  p, q = (
+    np.exp(np.asarray(x, np.float64)[0])
+    for x in (given.teacher_logprobs, given.candidate_logprobs)
+  )
+  # Of sum p (log p - log q) + left (log left - log rest) by each log q.
+  left, rest = (1 - np.sum(x, axis=-1, keepdims=True) for x in (p, q))
+  slopes = (-p + left * q / rest) / 4
+  wanted = np.sum(slopes**2, axis=-1) * mask
+  np.testing.assert_allclose(pulls[0], wanted, rtol=1e-4)
+  # Two tokens of lag 1 and two of lag 0 share it.
+  given = given.replace(lag=jnp.asarray([[0.0, 1.0, 0.0, 1.0, 0.0]]))
+  sums = diagnostics.of_tokens(given, {}, pulls)
+  found = diagnostics.whole({**sums, **_NONE}, {})
+  share = wanted[[1, 3]].sum() / wanted.sum()
+  np.testing.assert_allclose(found["lag/1/pull"], share, rtol=1e-4)
+  np.testing.assert_allclose(found["lag/0/pull"], 1 - share, rtol=1e-4)
 
 
 def test_a_policy_comes_closer_to_its_teacher():

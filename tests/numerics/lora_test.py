@@ -150,6 +150,16 @@ def test_the_start_is_the_policy_without_adapters():
   assert np.any(other["layers"]["q"]["a"] != made["layers"]["q"]["a"])
 
 
+def test_a_trainer_draws_the_adapters_of_its_setting_and_no_others():
+  key = jax.random.key(0)
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    trained.init(SOME, TREE, key),
+    lora.init(TREE, key, SOME),
+  )
+  assert trained.init(None, TREE, key) is trained.init(ONLY, TREE, key) is None
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_pass_with_adapters_is_that_of_the_merged_weights(dtype):
   tokens = jnp.arange(12).reshape(2, 6)

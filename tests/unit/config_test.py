@@ -5,14 +5,22 @@ import functools
 import json
 import math
 import operator
+import pathlib
 import typing
 from collections.abc import Callable
 from typing import Literal
 
 import pytest
 
-from jaxrl_post import config, types
-from jaxrl_post.algos import distill, dpo, grpo, objective, reducers
+from jaxrl_post import config, prepare, types
+from jaxrl_post.algos import (
+  corrections,
+  distill,
+  dpo,
+  grpo,
+  objective,
+  reducers,
+)
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.models import decoder, transformer
 from jaxrl_post.placement import settings
@@ -21,6 +29,8 @@ from jaxrl_post.runtime import assign, checkpoint
 from jaxrl_post.sampling import engine
 from jaxrl_post.training import optim
 from tests.e2e import experiment
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def make(index: int) -> types.Example:
@@ -195,7 +205,9 @@ def test_a_group_that_may_be_left_out_is_set_as_a_whole_or_begun():
   assert run.placement.roles == settings.Roles(generation_replicas=2)
   assert config.override(run, ["placement.roles=None"]).placement.roles is None
   # One that needs a value has no defaults to begin with.
-  with pytest.raises(types.InputError, match="--set algo.kl: expected a leaf"):
+  with pytest.raises(
+    types.InputError, match="coef: expected a run with algo.k"
+  ):
     config.override(tiny(), ["algo.kl.coef=0.1"])
 
 
@@ -234,6 +246,42 @@ def test_a_wrong_assignment_is_refused_in_one_line(assignment, words):
   assert "\n" not in message
   # What it is about stands in front.
   assert message.startswith(("--set ", *assignment.split("=")[:1]))
+
+
+@pytest.mark.parametrize(
+  ("assignments", "expected"),
+  [
+    (["algo=gspo"], "name of a setting in it, got 'gspo' for all .* FILE"),
+    (
+      ["algo.region=none"],
+      "setting in it, got 'none' .* low, high, dual. .*FILE",
+    ),
+    (["algo.filters=none"], "expected nothing, or Correction FILE, got 'none'"),
+    (["algo.kl=0.1"], "expected none, or Kl FILE, got '0.1'. Write it there.$"),
+    (
+      ["optim.trained=lora"],
+      "expected none, or Lora or Only FILE, got 'lora'. Write it there, or set "
+      "what is in it: optim.trained.rank, .*optim.trained.patterns.$",
+    ),
+    (["optim.trained=builtins:print"], "expected none, or Lora or Only FILE"),
+    (["data.held_out.size=9"], "a run with data.held_out, got one .* FILE"),
+    (["optim=3"], "Set one of: name, learning_rate[a-z_, 0-9]*.$"),
+    (["optim.trained.rank=8", "optim.trained=none"], "got 'none' and settings"),
+    (["algo.region.high=-1"], "algo.region.high: expected > 0, got -1.0. "),
+    (["algo.region.low=1.2"], "algo.region.low: expected in .0, 1., got 1.2. "),
+  ],
+)
+def test_what_no_text_can_say_is_told_where_to_say_it(assignments, expected):
+  file = r"in the experiment file \(docs/running.md, Settings\)"
+  with pytest.raises(types.InputError, match=expected.replace("FILE", file)):
+    config.override(tiny(), assignments)
+  assert "\n## Settings\n" in (ROOT / "docs" / "running.md").read_text()
+
+
+def test_an_empty_text_is_no_parts():
+  filters = (corrections.OffPolicyMask(),)
+  run = tiny(algo=dataclasses.replace(grpo.objective(), filters=filters))
+  assert config.override(run, ["algo.filters="]).algo.filters == ()
 
 
 def test_a_pair_that_is_no_pair_is_refused():
@@ -356,6 +404,18 @@ def test_the_end_of_a_run_may_change_while_no_schedule_depends_on_it():
   for schedule in ("linear", "cosine"):
     run = config.override(tiny(), [f"optim.schedule={schedule}"])
     assert "num_steps" not in config.may_change(run)
+
+
+def test_a_rate_that_is_to_fall_has_updates_left_for_it():
+  def check(schedule, num_steps):
+    cfg = optim.Optim(schedule=schedule, warmup_steps=6, minibatches=2)
+    prepare.check_schedule(tiny(optim=cfg, num_steps=num_steps))
+
+  check("constant", 3)  # A run that goes on has more than six.
+  for schedule in ("linear", "cosine"):
+    check(schedule, 4)
+    with pytest.raises(types.InputError, match="the run's 6 updates .* got 6"):
+      check(schedule, 3)
 
 
 def test_sizes_of_a_batch_follow_from_the_settings():

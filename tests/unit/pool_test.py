@@ -152,13 +152,20 @@ def test_c84_nan_and_none_are_no_reward_under_both_policies(stop, mask, value):
 
 @pytest.mark.parametrize(
   ("value", "shown"),
-  [(math.inf, "inf"), (-math.inf, "-inf"), ("1", "'1'"), ([1.0], "[1.0]")],
+  [
+    (math.inf, "inf"),
+    (-math.inf, "-inf"),
+    (-2e15, "-2000000000000000.0"),
+    ("1", "'1'"),
+    ([1.0], "[1.0]"),
+  ],
 )
-def test_c84_what_is_no_finite_number_is_a_failure(stop, mask, value, shown):
+def test_c84_what_is_no_number_in_range_is_a_failure(stop, mask, value, shown):
   with pytest.raises(types.RunError) as raised:
     score(stop, ("give", value), uid=7)
   place = "reward scripted, rollout 7"
-  assert str(raised.value) == f"{place}: expected a finite number, got {shown}"
+  rule = "expected a number from -1e+15 to 1e+15"
+  assert str(raised.value) == f"{place}: {rule}, got {shown}"
   scored = score(mask, ("give", value))
   assert math.isnan(scored.reward)
   assert scored.failure == f"reward is {shown}"

@@ -291,7 +291,8 @@ def _exp(log_ratio: jax.Array) -> jax.Array:
 def _check_band(low: float, high: float, most: float = math.inf) -> None:
   for name, value, limit in (("low", low, 1.0), ("high", high, most)):
     if not 0 < value <= limit:
+      rule = "> 0" if limit == math.inf else f"in (0, {limit:g}]"
       raise types.InputError(
-        f"algo.region.{name}: expected a distance in (0, {limit}], got "
-        f"{value}. 0.2 is usual."
+        f"algo.region.{name}: expected {rule}, got {value}. Write a distance, "
+        "not a bound: docs/algorithms.md has the usual ones."
       )

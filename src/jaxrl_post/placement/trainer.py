@@ -7,13 +7,11 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jaxrl_post import types
 from jaxrl_post.algos import algorithm
 from jaxrl_post.models import decoder as decoders
-from jaxrl_post.models import spec as specs
 from jaxrl_post.models import transformer
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.placement import reference as references
@@ -110,14 +108,14 @@ def build(
   """
   # A tree of shardings takes the record's place: not arrays, hence Any.
   whole: Any = jax.sharding.NamedSharding(mesh, jax.P())
-  trains = cut.trained
-  adapters, by_adapter = _adapters(trains, decoder, mesh)
+  trains, weights = cut.trained, transformer.spec(decoder.config)
+  by_adapter = _adapter_shardings(trains, weights, mesh)
   init = functools.partial(
     _init,
     algo=algo,
     optimizer=optimizer,
     critic_optimizer=critic_optimizer,
-    adapters=adapters,
+    weights=weights,
     trains=trains,
     reference=reference is None and step.needs_reference(algo),
   )
@@ -248,15 +246,13 @@ def build(
   )
 
 
-def _adapters(
-  trains: trained.Setting, decoder: decoders.Decoder, mesh: jax.sharding.Mesh
-) -> tuple[types.Tree, types.Tree]:
-  """Declares adapters, and lays them as their weights lie; None without."""
-  weights = transformer.spec(decoder.config)
-  spec = trained.spec(trains, weights)
+def _adapter_shardings(
+  trains: trained.Setting, weights: types.Tree, mesh: jax.sharding.Mesh
+) -> types.Tree:
+  """Lays adapters as their weights lie; None without."""
   # The rules that hold for all weights, whichever have an adapter.
   rules, _ = meshes.fit_rules(weights, meshes.TRAINING_RULES, mesh)
-  return spec, meshes.weight_shardings(spec, rules, mesh)
+  return meshes.weight_shardings(trained.spec(trains, weights), rules, mesh)
 
 
 def _judge(
@@ -297,13 +293,11 @@ def _init(
   algo: algorithm.Algorithm,
   optimizer: optax.GradientTransformation,
   critic_optimizer: optax.GradientTransformation | None,
-  adapters: types.Tree,
+  weights: types.Tree,
   trains: trained.Setting,
   reference: bool,
 ) -> types.TrainState:
   """Returns the first state, with what the algorithm needs and what trains."""
-  # Names keep adapters apart from weights that the same key has drawn.
-  own = jax.random.fold_in(key, 0)
   return step.init(
     params,
     key,
@@ -311,7 +305,8 @@ def _init(
     reference=reference,
     critic=critics.start(params, algo.critic, critic_optimizer),
     trains=trains,
-    adapters=specs.init(adapters, own, jnp.dtype("float32")),
+    # Names keep adapters apart from weights that the same key has drawn.
+    adapters=trained.init(trains, weights, jax.random.fold_in(key, 0)),
   )
 
 

@@ -13,6 +13,7 @@ from jaxrl_post import types
 
 # Squares of larger rewards leave float32, and with them the group's deviation.
 LARGEST = 1e15
+RANGE = f"from -{LARGEST:g} to {LARGEST:g}"
 
 
 @types.host_record

@@ -341,7 +341,7 @@ class Pool:
       if not score.fault:
         return score, None
       got = score.fault.removeprefix("reward is ")
-      fault = f"{place}: expected a finite number, got {got}"
+      fault = f"{place}: expected a number {combine.RANGE}, got {got}"
       return score, types.RunError(fault)
     if isinstance(error, pebble.ProcessExpired):
       reason = "worker died"

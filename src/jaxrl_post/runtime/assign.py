@@ -34,7 +34,8 @@ def replace(
     for the text "none", and has its defaults below an edit of what is in it.
 
   Raises:
-    InputError: there is no such leaf, or the value is not of its type.
+    InputError: there is no such leaf, or the value is not of its type; or a
+      group is edited as a whole, which is made in Python.
   """
   below: dict[str, dict[tuple[str, ...], str]] = {}
   for path, text in edits.items():
@@ -42,7 +43,8 @@ def replace(
   names = [f.name for f in dataclasses.fields(node)]
   changes = {}
   for head, rest in below.items():
-    place = f"--set {prefix}{head}"
+    name = f"{prefix}{head}"
+    place = f"--set {name}"
     if head not in names:
       raise types.InputError(
         f"{place}: {type(node).__name__} has no field {head!r}."
@@ -54,13 +56,44 @@ def replace(
     left_out = {path: text.lower() for path, text in rest.items()}
     if left_out == {(): "none"} and type(None) in typing.get_args(hint):
       changes[head] = None  # A group may be left out as a whole.
-    elif dataclasses.is_dataclass(child) == (() in rest):
-      raise types.InputError(_not_a_leaf(place, child))
+    elif () in rest and (dataclasses.is_dataclass(child) or len(rest) > 1):
+      raise types.InputError(_not_whole(name, rest[()], child, hint))
     elif dataclasses.is_dataclass(child):
-      changes[head] = replace(child, rest, f"{prefix}{head}.")
-    else:
+      changes[head] = replace(child, rest, f"{name}.")
+    elif () in rest:
       changes[head] = _parse(rest[()], hint, place)
+    else:
+      raise types.InputError(_nothing_below(name, min(rest), hint))
   return dataclasses.replace(node, **changes)
+
+
+# Where a user reads how to write what no text can say.
+_FILE = "in the experiment file (docs/running.md, Settings)"
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+  """Returns the classes of settings that a type allows, also in a tuple."""
+  protocol = getattr(annotation, "_is_protocol", False)
+  if isinstance(annotation, type) and (
+    protocol or dataclasses.is_dataclass(annotation)
+  ):
+    return (annotation,)
+  if typing.get_origin(annotation) is collections.abc.Callable:
+    return ()  # Classes of what it takes and returns are no settings.
+  return tuple(p for a in typing.get_args(annotation) for p in _parts(a))
+
+
+def _with_defaults(annotation: Any) -> list[Any]:
+  """Returns those that can be made without a word."""
+  return [
+    kind
+    for kind in _parts(annotation)
+    if dataclasses.is_dataclass(kind)
+    and all(
+      field.default is not dataclasses.MISSING
+      for field in dataclasses.fields(kind)
+    )
+  ]
 
 
 def _begun(annotation: Any, names: set[str]) -> Any:
@@ -68,15 +101,7 @@ def _begun(annotation: Any, names: set[str]) -> Any:
 
   Of several kinds the first with fields of these names, or else the first.
   """
-  kinds = [
-    kind
-    for kind in typing.get_args(annotation)
-    if dataclasses.is_dataclass(kind)
-    and all(
-      field.default is not dataclasses.MISSING
-      for field in dataclasses.fields(kind)
-    )
-  ]
+  kinds = _with_defaults(annotation)
   fitting = [
     kind
     for kind in kinds
@@ -84,18 +109,55 @@ def _begun(annotation: Any, names: set[str]) -> Any:
   ]
   for kind in (*fitting, *kinds):
     # Not yet checked: what is set may be what its rules ask for.
-    begun = object.__new__(typing.cast(Any, kind))
+    begun = object.__new__(kind)
     for field in dataclasses.fields(begun):
       object.__setattr__(begun, field.name, field.default)
     return begun
   return None
 
 
-def _not_a_leaf(place: str, child: Any) -> str:
+def _not_whole(name: str, text: str, child: Any, annotation: Any) -> str:
+  """Refuses an edit of a group as a whole, or of leaf and group at once."""
   if not dataclasses.is_dataclass(child):
-    return f"{place}: expected a leaf, got more. It has no fields."
+    return (
+      f"--set {name}: expected a value or settings in it, got {text!r} and "
+      "settings in it. Leave one of them out."
+    )
   fields = ", ".join(f.name for f in dataclasses.fields(child))
-  return f"{place}: expected a leaf, got a group. Set one of: {fields}."
+  fixed = annotation is type(child)
+  return (
+    f"--set {name}: expected the name of a setting in it, got {text!r} for all "
+    f"of it. Set one of: {fields}.{'' if fixed else f' Write another {_FILE}.'}"
+  )
+
+
+def _not_text(name: str, annotation: Any, text: str) -> str:
+  """Refuses a text where a part is wanted, or several."""
+  kinds = " or ".join(kind.__name__ for kind in _parts(annotation))
+  rule = "nothing" if typing.get_origin(annotation) is tuple else "none"
+  fields = ", ".join(
+    f"{name}.{field.name}"
+    for kind in _with_defaults(annotation)
+    for field in dataclasses.fields(kind)
+  )
+  return (
+    f"--set {name}: expected {rule}, or {kinds} {_FILE}, got {text!r}. Write "
+    f"it there{f', or set what is in it: {fields}' if fields else ''}."
+  )
+
+
+def _nothing_below(name: str, path: tuple[str, ...], annotation: Any) -> str:
+  """Refuses an edit below what is a leaf, or a part that is left out."""
+  place = f"--set {'.'.join((name, *path))}"
+  if not _parts(annotation):
+    return (
+      f"{place}: expected no name below {name}, got {path[0]!r}. It has no "
+      "fields."
+    )
+  return (
+    f"{place}: expected a run with {name}, got one without. Write one {_FILE}; "
+    "it has no defaults to begin with."
+  )
 
 
 def _parse(text: str, annotation: Any, place: str) -> Any:
@@ -107,8 +169,12 @@ def _parse(text: str, annotation: Any, place: str) -> Any:
   if origin in (typing.Union, python_types.UnionType):
     if type(None) in args and text.lower() == "none":
       return None
-    rest = [a for a in args if a is not type(None)]
-    return _parse(text, rest[0], place)
+    rest = [a for a in args if a is not type(None) and not _parts(a)]
+    if rest:
+      return _parse(text, rest[0], place)
+  if _parts(annotation) and (origin is not tuple or text.strip()):
+    name = place.removeprefix("--set ")
+    raise types.InputError(_not_text(name, annotation, text))
   if origin is typing.Literal and text in args:
     return text
   if origin is tuple:

@@ -4,7 +4,8 @@ Those of tokens are means over the trained tokens of the whole step, and add up
 over its microbatches; largest ones are kept apart.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,31 @@ _BY_LAG = ("loss/importance_mean", "loss/clip_fraction")
 _PULL, _TOKENS = "pull", "tokens"
 
 
+def pulls_of(
+  loss: Callable[[types.LossInputs], jax.Array], inputs: types.LossInputs
+) -> Float[Array, "B T"]:
+  """Says how hard a loss pulls at each token.
+
+  Args:
+    loss: of some rows.
+    inputs: of the loss.
+
+  Returns:
+    The square of its gradient with respect to the token's log-probability; and
+    to those of a teacher's candidates in its place, added up.
+  """
+  names = ["logprobs"]
+  if inputs.candidate_logprobs is not None:
+    names.append("candidate_logprobs")
+  slopes = jax.grad(lambda x: loss(dataclasses.replace(inputs, **x)))(
+    {name: jax.lax.stop_gradient(getattr(inputs, name)) for name in names}
+  )
+  found = jnp.square(slopes["logprobs"])
+  if "candidate_logprobs" in slopes:
+    found += jnp.sum(jnp.square(slopes["candidate_logprobs"]), axis=-1)
+  return found
+
+
 def of_tokens(
   inputs: types.LossInputs,
   shown: Mapping[str, jax.Array],
@@ -29,7 +55,7 @@ def of_tokens(
   Args:
     inputs: of the loss.
     shown: from the loss: numbers that add up, and [B, T] numbers of tokens.
-    pulls: gradient of the loss with respect to each log-probability.
+    pulls: of each token, see `pulls_of`.
 
   Returns:
     Shares of the step's means; `lag/<k>/...` are not yet divided by the tokens
@@ -49,7 +75,7 @@ def of_tokens(
     here = inputs.lag >= lag if lag == LAGS[-1] else inputs.lag == lag
     here = here.astype(jnp.float32)
     found[f"lag/{lag}/{_TOKENS}"] = mean(here, here)
-    found[f"lag/{lag}/{_PULL}"] = mean(jnp.square(pulls), here)
+    found[f"lag/{lag}/{_PULL}"] = mean(pulls, here)
     for name in _BY_LAG:
       if name in shown:
         key = f"lag/{lag}/{name.removeprefix('loss/')}"

@@ -23,7 +23,9 @@ class Optim:
     learning_rate: at the top of the schedule.
     schedule: shape after the warm-up: constant, or falling to zero at the last
       step as a line or a half cosine.
-    warmup_steps: updates over which the rate rises from zero.
+    warmup_steps: updates over which the rate rises from zero. Less than a run
+      has, if the rate is to fall then; a constant one may rise to the end, as
+      the run may go on.
     b1: decay of the gradient average; the momentum of sgd.
     b2: decay of the squared gradient average; of lion, of the gradient average
       that it keeps. Not read by sgd.

@@ -263,9 +263,7 @@ def _update(
       num_tokens=num_tokens,
     )
     loss, shown = algo.loss(inputs)
-    pulls = jax.grad(
-      lambda x: algo.loss(dataclasses.replace(inputs, logprobs=x))[0]
-    )(jax.lax.stop_gradient(inputs.logprobs))
+    pulls = diagnostics.pulls_of(lambda x: algo.loss(x)[0], inputs)
     sums = {"loss/policy": loss, **diagnostics.of_tokens(inputs, shown, pulls)}
     apart, most = diagnostics.mismatch(
       inputs, part.policy_versions, state.version

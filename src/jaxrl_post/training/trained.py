@@ -84,6 +84,11 @@ def spec(cfg: Setting, tree: types.Tree) -> types.Tree:
   return lora.spec(tree, cfg) if isinstance(cfg, lora.Lora) else None
 
 
+def init(cfg: Setting, tree: types.Tree, key: jax.Array) -> types.Tree:
+  """Draws the adapters of `spec`, or None; see `lora.init`."""
+  return lora.init(tree, key, cfg) if isinstance(cfg, lora.Lora) else None
+
+
 def changed(cfg: Setting, tree: types.Tree) -> tuple[str, ...] | None:
   """Names the weights that are others after an update.
 
