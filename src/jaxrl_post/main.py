@@ -18,7 +18,7 @@ import jax
 from absl import app, flags, logging
 
 from jaxrl_post import collect, config, loop, prepare, roles, serve, types
-from jaxrl_post.runtime import compare, folder, signals, summary
+from jaxrl_post.runtime import compare, folder, report, signals, summary
 from jaxrl_post.runtime import hosts as hosts_lib
 
 _EXP = flags.DEFINE_string(
@@ -38,12 +38,13 @@ _WORKDIR = flags.DEFINE_string(
 _MODE = flags.DEFINE_enum(
   "mode",
   "train",
-  ["train", "eval", "rollout", "serve", "dry_run", "compare"],
+  ["train", "eval", "rollout", "serve", "dry_run", "report", "compare"],
   "train; eval tests the newest checkpoint of --workdir, or the first weights "
   "without it; rollout samples and scores num_steps batches with them, trains "
   "none, and writes a dump; serve answers requests over gRPC with them; "
-  "dry_run only checks and prints; compare A B [C...] reads folders of runs "
-  "and says whether a change from A worked.",
+  "dry_run only checks and prints; report RUN [EARLIER] diagnoses a finished "
+  "run, by its folder, and writes report.html there; compare A B [C...] says "
+  "of finished runs whether a change from A worked.",
 )
 _PORT = flags.DEFINE_integer(
   "port",
@@ -77,6 +78,7 @@ _DISTRIBUTED = flags.DEFINE_enum(
 _READERS: dict[
   str, tuple[int, int | None, Callable[[Sequence[pathlib.Path]], str]]
 ] = {
+  "report": (1, 2, report.report),
   "compare": (2, 26, compare.text),
 }
 _INPUT_ERROR = 2

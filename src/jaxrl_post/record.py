@@ -26,7 +26,7 @@ class Recorder:
     folder: pathlib.Path,
     clock: clock.Clock,
     *,
-    devices: int,
+    devices: Mapping[str, int],
     sync_bytes: int,
     about: Mapping[str, Any],
   ) -> None:
@@ -36,7 +36,7 @@ class Recorder:
       cfg: the run.
       folder: where to.
       clock: of both stages.
-      devices: all that the run holds.
+      devices: how many are `held`, and how many either stage has.
       sync_bytes: bytes that one publish has to move.
       about: where the groups of a dump are from.
     """
@@ -137,7 +137,9 @@ class Recorder:
       **self._clock.snapshot(),
       **rollouts.sync_seconds,
       "sync/bytes": float(self._sync_bytes),
-      "devices": float(self._devices),
+      "devices": float(self._devices["held"]),
+      "devices/generation": float(self._devices["generation"]),
+      "devices/training": float(self._devices["training"]),
       **self._ledger(rollouts),
     }
     if not skipped:
@@ -153,7 +155,9 @@ class Recorder:
       sampled_tokens=rollouts.counters.sampled_tokens,
       trained_tokens=self._trained,
     )
-    line |= metrics.throughput(counts, self._devices, line["time/seconds"])
+    line |= metrics.throughput(
+      counts, self._devices["held"], line["time/seconds"]
+    )
     self._log.step(step, line)
     self._log.rollouts(step, groups, self._cfg.logged_groups)
     self._progress.update(step, line)

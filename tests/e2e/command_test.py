@@ -31,6 +31,10 @@ WRONG = {
   ),
   "unknown flag": (("--wrokdir=x",), "wrokdir"),
   "positional argument": (("num_steps=3",), "got 'num_steps=3'"),
+  "an experiment to report on": (
+    ("--mode=report", "run"),
+    "--exp: expected none with --mode=report",
+  ),
   "rows that do not divide": (
     runs.settings("placement.training.fsdp=3", "placement.generation.data=3"),
     "expected a multiple of 3 data-parallel parts x 1 microbatches x 1 ",
@@ -243,3 +247,20 @@ def test_a_run_ends_with_its_folder_and_leaves_nobody(trained):
   path, _, train, test = trained
   assert train.out.splitlines()[-1] == f"run folder: {path.resolve()}"
   assert train.survivors == test.survivors == ()
+
+
+def test_a_report_needs_the_folder_alone(trained):
+  path, *_ = trained
+  end = runs.run(path.parent, "--mode=report", "run")
+  assert end.code == 0, end.err
+  assert end.out.splitlines()[-1] == "page: run/report.html"
+  assert "3 steps" in (path / "report.html").read_text()
+  last = runs.metrics(path)[-1]
+  held, *sides = [
+    last[name] for name in ("devices", "devices/training", "devices/generation")
+  ]
+  shared = runs.configured().placement.mode == "colocated"
+  assert held == (max(sides) if shared else sum(sides)) > 0
+  none = runs.run(path.parent, "--mode=report")
+  assert none.code == 2
+  assert "expected the folders of 1 to 2 runs, got 0" in none.err

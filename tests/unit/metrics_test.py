@@ -146,3 +146,11 @@ def test_throughput_of_no_time_is_nan():
   )
   got = metrics.throughput(counts, 4, 0.0)
   assert all(math.isnan(value) for value in got.values())
+
+
+def test_percentiles_are_lengths_that_so_many_percent_do_not_exceed():
+  lengths = (3, 5, 8, 8)
+  got = metrics.batch_metrics([group(*map(rollout, lengths))])
+  for percent, length in ((10, 3), (25, 3), (50, 5), (75, 8), (99, 8)):
+    assert got[f"completion/p{percent}_tokens"] == length
+  assert math.isnan(metrics.batch_metrics([])["completion/p50_tokens"])

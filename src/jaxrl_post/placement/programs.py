@@ -39,8 +39,8 @@ class Programs:
   """What the loop calls; it never asks which device.
 
   Attributes:
+    shares: how many devices each side has, in all processes.
     meshes: the two meshes.
-    num_devices: that the run holds: of both sides, and the idle ones.
     trainer: compiles start, score and update, from an algorithm, its optimizer
       and the length of its schedule in steps.
     draw: draws or reads the first weights onto the training mesh.
@@ -56,8 +56,8 @@ class Programs:
     locks: held while weights are sent: both meshes launch programs then.
   """
 
+  shares: meshes.Shares
   meshes: meshes.Meshes
-  num_devices: int
   trainer: Callable[[algorithm.Algorithm, optim.Optim, int], trainers.Trainer]
   draw: Callable[[], types.Tree]
   reference: Callable[[], references.Reference]
@@ -69,6 +69,18 @@ class Programs:
   engine_rows: int
   free_first: bool
   locks: tuple[_Lock, _Lock]
+
+  @property
+  def num_devices(self) -> dict[str, int]:
+    """Devices of `training`, of `generation`, and all that are `held`."""
+    share = self.shares
+    sides = share.training, share.generation
+    used = max(sides) if self.meshes.shared else sum(sides)
+    return {
+      "training": share.training,
+      "generation": share.generation,
+      "held": used + share.idle,
+    }
 
   @contextlib.contextmanager
   def launching(self) -> Iterator[None]:
@@ -344,11 +356,9 @@ def build(
       free_idle="cache" in cfg.park,
       decode=decode,
     )
-  share = meshes.shares(cfg, len(devices), processes)
-  used = share.training if placed.shared else share.training + share.generation
   return Programs(
     meshes=placed,
-    num_devices=used + share.idle,
+    shares=meshes.shares(cfg, len(devices), processes),
     trainer=trainer,
     draw=draw,
     reference=references.Reference if judge is None else judge.load,

@@ -12,6 +12,9 @@ from jaxtyping import Float, Int
 
 from jaxrl_post import types
 
+# Of the distribution of lengths.
+PERCENTS = (10, 25, 50, 75, 90, 99)
+
 
 def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:
   """Sums up rewards and lengths of the groups of one step.
@@ -25,7 +28,8 @@ def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:
     rollouts of one are no independent draws (NaN with fewer than two groups);
     `reward/<part>`, the mean over those that have the part;
     `reward/missing`, how many have no reward. Over all rollouts:
-    `completion/{mean,max,min}_tokens`; `completion/truncated`, the share that
+    `completion/{mean,max,min}_tokens`, `completion/p<q>_tokens`, the length
+    that q percent do not exceed; `completion/truncated`, the share that
     ended by the limit; `completion/mean_tokens_finished`, of the others.
     `signal/zero_fraction`: the share of groups without two different rewards.
   """
@@ -54,6 +58,10 @@ def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:
       np.mean, [len(set(values)) < 2 for values in by_group]
     ),
   }
+  for percent in PERCENTS:
+    metrics[f"completion/p{percent}_tokens"] = _over(
+      lambda x, q=percent: np.percentile(x, q, method="inverted_cdf"), lengths
+    )
   for part in sorted({name for r in rollouts for name in r.parts}):
     values = [r.parts[part] for r in rollouts if part in r.parts]
     metrics[f"reward/part/{part}"] = _over(np.mean, values)
