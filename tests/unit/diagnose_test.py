@@ -172,6 +172,34 @@ def test_stages_on_the_same_devices_wait_only_when_neither_works():
   assert found.regime == "kernels"
 
 
+def test_an_evaluation_of_both_stages_is_one():
+  half = {"busy": 0.3, "overhead/eval": 0.2, "idle/host": 0.5}
+  rows = report_runs.lines(half, half, devices=(2, 2, 2))
+  settings = report_runs.config(placement__mode="colocated")
+  found = diagnose.diagnose(rows, settings)
+  assert found.signs[1].figure == pytest.approx(1 - 0.3 - 0.3 - 0.2)
+
+
+def test_stages_that_still_compile_are_not_tuned():
+  rows = report_runs.lines(
+    {"busy": 0.9, "idle/lag_gate": 0.1},
+    {"busy": 0.95, "overhead/compile": 0.05},
+  )
+  found = diagnose.diagnose(rows, report_runs.config(max_lag=1))
+  assert fires(found)[:3] == [None, False, False]
+  assert found.regime == "not known" and found.levers == []
+  assert "no longer compile: 0.05 of the time" in found.because
+
+
+def test_devices_that_are_held_and_not_used_count():
+  settings = report_runs.config(placement__mode="colocated")
+  rows = report_runs.lines(*LOCKSTEP, devices=(8, 2, 2))
+  found = diagnose.diagnose(rows, settings)
+  assert found.signs[0].figure == pytest.approx(0.98 / 4)
+  assert found.levers[0].gain == pytest.approx(4.0)
+  assert "placement.training.fsdp=-1" in found.levers[0].flags
+
+
 def test_a_faster_kernel_that_the_wall_clock_does_not_see_is_the_fourth_sign():
   before = report_runs.lines(*LOCKSTEP)
   now = report_runs.lines(
@@ -198,6 +226,16 @@ def test_devices_that_bring_too_little_are_the_fifth_sign(tokens, fired):
   assert found.signs[4].fires is fired
   assert found.regime == ("composition" if fired else "kernels")
   assert found.signs[3].fires is False
+
+
+def test_more_devices_are_no_faster_kernel():
+  settings = report_runs.config(max_lag=1)
+  now = report_runs.lines(*BUSY, devices=(4, 2, 2), tokens=2600.0)
+  before = report_runs.lines(*BUSY)
+  found = diagnose.diagnose(now, settings, (before, settings))
+  # 1.3 times the tokens a device-second, of the stages and of the run.
+  assert found.signs[3].figure == pytest.approx(1.0)
+  assert "1.30 times as fast, the run 1.30 times" in found.signs[3].why
 
 
 def test_few_steps_old_runs_and_nulls_leave_signs_unknown():

@@ -1,5 +1,6 @@
 """The report: what it reads, the page it writes, what the terminal shows."""
 
+import dataclasses
 import html.parser
 import json
 import re
@@ -7,7 +8,7 @@ import re
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.runtime import draw, page, report, samples
+from jaxrl_post.runtime import diagnose, draw, page, report, samples, window
 from tests.unit import report_runs
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -99,6 +100,21 @@ def test_the_terminal_gets_the_same_in_30_lines_of_80_columns(tmp_path):
   assert sum(line[:1] in "12345" for line in lines if line) >= 5
   assert any(line.startswith("lever    --set max_lag=1") for line in lines)
   assert any(line.startswith("regime   composition: sign") for line in lines)
+
+
+def test_long_words_are_cut_to_fit_the_terminal(tmp_path):
+  run = report.read(report_runs.full(tmp_path / "run"))
+  found = diagnose.diagnose(window.trained(run.rows), run.config)
+  long = "word " * 100
+  found = dataclasses.replace(
+    found,
+    signs=[dataclasses.replace(sign, why=long) for sign in found.signs],
+    because=long,
+    levers=[dataclasses.replace(found.levers[0], flags="", why=long, how=long)],
+    notes=[long, long, long],
+  )
+  lines = report.summary(run, found, run.path / "x").splitlines()
+  assert len(lines) <= 30 and max(map(len, lines[:-1])) <= 80
 
 
 def test_a_torn_last_line_and_a_missing_trace_are_no_fault(tmp_path):

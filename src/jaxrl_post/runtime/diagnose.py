@@ -139,7 +139,9 @@ def utilisation(
   """
   busy = {stage: window.shares[stage]["busy"] for stage in windows.STAGES}
   if levers.shared(config):
-    return min(1.0, sum(busy.values()))
+    held = window.devices.get("held", 1)
+    part = window.devices.get("training", 1) / held
+    return part * min(1.0, sum(busy.values()))
   if not window.devices:
     return None
   used = sum(share * window.devices[stage] for stage, share in busy.items())

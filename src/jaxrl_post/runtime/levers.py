@@ -80,6 +80,7 @@ def structural(
     lockstep, the overlap of its stages, which takes no scaling for granted.
   """
   found = [
+    _spread(window, config),
     _in_turn(window, config),
     _split(window, config),
     _further_ahead(window, config),
@@ -192,6 +193,19 @@ def _replica(window: windows.Window, config: Mapping[str, Any]) -> Lever:
     f"{_s(max(times))} / max({_s(then)}, {_s(times[1])}) a step",
     "Generation is the longer stage; one more replica shares it. Price: its "
     "devices, which figures per device-hour count.",
+  )
+
+
+def _spread(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
+  """Devices that are held and in no mesh get work."""
+  if not shared(config) or not window.devices:
+    return None
+  held, used = window.devices["held"], window.devices["training"]
+  return Lever(
+    "--set placement.training.fsdp=-1 --set placement.generation.data=-1",
+    held / used,
+    f"{held} devices / {used} in use",
+    f"The run holds {held} devices, and uses {used}.",
   )
 
 
