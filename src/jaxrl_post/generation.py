@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from jaxrl_post import config, prepare, roles, types
 from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.envs import cut as cuts
-from jaxrl_post.envs import events, schedule, work
+from jaxrl_post.envs import evaluate, events, schedule, work
 from jaxrl_post.envs import ledger as ledgers
 from jaxrl_post.envs import stream as streams
 from jaxrl_post.placement import generator, programs
@@ -273,3 +273,48 @@ def cut(
   return cuts.from_files(
     saved.files, prompts=parts.data.train, rollout=parts.env.rollout
   )
+
+
+def tester(
+  cfg: config.Run,
+  parts: prepare.Parts,
+  samplers: Samplers,
+  *,
+  rewards: pool.Pool | None,
+  clock: clocks.Clock,
+  hosts: hosts_lib.Hosts,
+) -> Callable[[types.Policy, int], dict[str, float]]:
+  """Returns a function of policy and step that evaluates when it is due.
+
+  Every process calls it. Without rewards, which the head has, one only provides
+  the weights, and stays until its engine is no longer asked.
+  """
+  held_out = parts.data.held_out
+  if held_out is None:
+    return lambda policy, step: {}
+
+  def scored(policy: types.Policy) -> dict[str, float]:
+    assert rewards is not None, "the head's"
+    if hosts.stopping:
+      return {}  # A checkpoint is worth more than a number.
+    with (
+      clock.span("training", "eval"),
+      clock.span("generation", "eval"),
+    ):
+      return evaluate.evaluate(
+        [held_out[uid] for uid in range(len(held_out))],
+        env=parts.eval_env,
+        generate=functools.partial(samplers.generate, policy),
+        rewards=rewards,
+        timeout_s=cfg.evaluation.timeout_s,
+        stopping=lambda: bool(hosts.stopping),
+      )
+
+  def test(policy: types.Policy, step: int) -> dict[str, float]:
+    if not cfg.evaluation.due(step, cfg.num_steps):
+      return {}
+    if rewards is None:
+      samplers.publish(policy)
+    return hosts.share(functools.partial(scored, policy))
+
+  return test

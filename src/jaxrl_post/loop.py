@@ -6,11 +6,11 @@ configuration; the loop never asks which. Copy `run` to do something else.
 
 import contextlib
 import dataclasses
-import functools
 import math
 import pathlib
 import time
 from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 
@@ -18,18 +18,22 @@ from jaxrl_post import config, generation, prepare, record, roles, types
 from jaxrl_post.algos import sft
 from jaxrl_post.data import pack
 from jaxrl_post.envs import cut as cuts
-from jaxrl_post.envs import evaluate, events, replay, together
+from jaxrl_post.envs import events, replay, together
 from jaxrl_post.envs import stream as streams
 from jaxrl_post.placement import programs, reference
 from jaxrl_post.placement import trainer as trainers
 from jaxrl_post.rewards import pool
-from jaxrl_post.runtime import checkpoint
+from jaxrl_post.runtime import checkpoint, writers
 from jaxrl_post.runtime import clock as clocks
 from jaxrl_post.runtime import hosts as hosts_lib
+from jaxrl_post.runtime import trace as traces
 from jaxrl_post.training import optim, warmup
 
 # The first updates compile, in some processes for longer than in others.
 _COLD_STEPS = 2
+_ALONE = writers.Watch()
+
+Rollouts: TypeAlias = streams.Stream | replay.Replay | together.Follower
 
 
 def run(
@@ -37,6 +41,8 @@ def run(
   parts: prepare.Parts,
   folder: pathlib.Path,
   hosts: hosts_lib.Hosts | None = None,
+  *,
+  watch: writers.Watch = _ALONE,
 ) -> types.TrainState:
   """Trains for `cfg.num_steps` batches, from the newest checkpoint if any.
 
@@ -45,6 +51,7 @@ def run(
     parts: its host half.
     folder: holds metrics, rollouts and checkpoints; all processes see it.
     hosts: the processes of the run; None is this one alone.
+    watch: who looks at it, and how.
 
   Returns:
     The state after the last batch; it is also the last checkpoint.
@@ -58,7 +65,9 @@ def run(
   trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
   with contextlib.ExitStack() as stack:
     hosts.at("first weights", hosts_lib.COLD_S)
-    tools = open_tools(cfg, parts, place, folder, hosts=hosts, stack=stack)
+    tools = open_tools(
+      cfg, parts, place, folder, hosts=hosts, watch=watch, stack=stack
+    )
     state, saved, first = restore_or_start(
       cfg, parts, place, trainer, tools.store
     )
@@ -69,41 +78,60 @@ def run(
     hosts.at("first batch", hosts_lib.COLD_S)
     start = {} if first else tools.test(policy, 0)
     tools.begin(first, policy.version, start, saved)
-    rollouts = stack.enter_context(
-      open_stream(cfg, parts, tools, hosts, policy=policy, saved=saved)
+    rollouts = tools.start(
+      open_stream(cfg, parts, tools, hosts, policy=policy, saved=saved),
+      saved,
+      stack,
     )
     stack.push(hosts.on_error)
 
     for step in range(first + 1, cfg.num_steps + 1):
+      tools.notes.at_step(step)
       groups = hosts.share(
         lambda: None if hosts.stopping else rollouts.next(), together.bare
       )
       if groups is None:  # The data has ended, or the run is to stop.
         break
-      tools.notes.took(step, groups)
       late_s = hosts_lib.COLD_S if step - first <= _COLD_STEPS else None
       hosts.at(f"update {step}", late_s)
-      with tools.clock.span("training", "busy"):
+      with (
+        tools.clock.span("training", "wait/host", "pack"),
+        jax.profiler.StepTraceAnnotation("train", step_num=step),
+      ):
+        tools.notes.took(step, groups)
         rows = pack.pack(
           groups, tools.layout, mask_stale_tokens=cfg.mask_stale_tokens
         )
-        batch = trainer.score(state, trainer.put(rows), tools.frozen.params)
-        state, values = trainer.update(state, batch)
+        state, values = learn(trainer, state, rows, tools)
         hosts.at(f"end of update {step}", late_s)
         values = jax.device_get(values)
       updated = time.monotonic()
-      with tools.clock.span("training", "sync"):
+      with tools.clock.span("training", "sync", "publish"):
         policy = place.publish(state, policy)
       due = checkpoint.due(cfg.checkpoint, step, cfg.num_steps)
       rollouts.publish(policy, updated, cut=due)
       hosts.at(f"end of step {step}", checkpoint.DEADLINE_S)
-      with tools.clock.span("training", "wait/host"):
+      with tools.clock.span("training", "wait/host", "record"):
         values |= tools.samplers.metrics() | tools.test(policy, step)
         tools.notes.step(step, groups, rows, values, rollouts)
       tools.save(step, state, rollouts.cut, due=due)
       hosts.at(f"batch {step + 1}", late_s)
     tools.save(int(state.step), state, rollouts.cut)
   return state
+
+
+def learn(
+  trainer: trainers.Trainer,
+  state: types.TrainState,
+  rows: types.Batch,
+  tools: "Tools",
+) -> tuple[types.TrainState, trainers.Metrics]:
+  """Scores a batch and updates on it; launches both, and waits for neither."""
+  batch = trainer.score(state, trainer.put(rows), tools.frozen.params)
+  tools.clock.launched("training", "score", batch)
+  state, values = trainer.update(state, batch)
+  tools.clock.launched("training", "update", values)
+  return state, values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,23 +171,37 @@ class Tools:
     values: dict[str, float],
     saved: checkpoint.Restored | None,
   ) -> None:
-    """Sets metrics and clock to where a checkpoint, or the run, begins.
+    """Sets metrics to where a checkpoint, or the run, begins.
 
     Raises:
       InputError: the checkpoint is of another run.
     """
-    meta = {"totals": {}, "seconds": {}} if saved is None else saved.meta
+    meta = {"totals": {}} if saved is None else saved.meta
     for name, value, what in (
       ("run", self.run, "settings"),
       ("reference", self.frozen.digest, "weights of its reference"),
     ):
-      if saved is not None and meta[name] != value:
+      # Checkpoints of before there were references have no word of them.
+      if saved is not None and meta.get(name, "") != value:
         raise types.InputError(
           "--workdir: expected checkpoints of this run, got one of step "
           f"{step} of another, with other {what}. Restore the right ones."
         )
     self.notes.begin(step, version, values, meta["totals"])
-    self.clock.start(meta["seconds"])
+
+  def start(
+    self,
+    stream: Rollouts,
+    saved: checkpoint.Restored | None,
+    stack: contextlib.ExitStack,
+  ) -> Rollouts:
+    """Starts the clock and then the stream, which begins to admit.
+
+    Whatever else training does between here and where `stack` ends is Python.
+    """
+    self.clock.start({} if saved is None else saved.meta["seconds"])
+    stack.enter_context(self.clock.span("training", "wait/host", "loop"))
+    return stack.enter_context(stream)
 
   def save(
     self,
@@ -183,16 +225,18 @@ class Tools:
     if not due:
       self.store.check()
       return
-    made, line = cut(), self.notes.line
-    meta = {
-      "data": self.data,
-      "run": self.run,
-      "reference": self.frozen.digest,
-      "metrics": {k: v for k, v in line.items() if math.isfinite(v)},
-      "totals": self.notes.totals,
-      "seconds": self.clock.totals(),
-    }
-    with self.clock.span("training", "checkpoint"):
+    with self.clock.span("training", "wait/host", "cut"):
+      made = cut()
+    with self.clock.span("training", "checkpoint", "save"):
+      line = self.notes.line
+      meta = {
+        "data": self.data,
+        "run": self.run,
+        "reference": self.frozen.digest,
+        "metrics": {k: v for k, v in line.items() if math.isfinite(v)},
+        "totals": self.notes.totals,
+        "seconds": self.clock.totals(),
+      }
       files = {} if made is None else cuts.to_files(made)
       self.store.save(step, state, meta, files)
 
@@ -204,10 +248,12 @@ def open_tools(
   folder: pathlib.Path,
   *,
   hosts: hosts_lib.Hosts,
+  watch: writers.Watch,
   stack: contextlib.ExitStack,
 ) -> Tools:
   """Opens what the loop uses; `stack` closes it."""
-  clock = clocks.Clock(("generation", "training"))
+  trace = traces.Trace(folder, slots=watch.slots) if hosts.is_head else None
+  clock = clocks.Clock(("generation", "training"), trace=trace)
   stack.callback(clock.close)
   rewards, notes = None, record.Silent()
   if hosts.is_head:
@@ -220,6 +266,7 @@ def open_tools(
       devices=place.num_devices,
       sync_bytes=place.resent.bytes,
       about=prepare.about(cfg, parts),
+      watch=watch,
     )
   stack.callback(notes.close)
   store = checkpoint.Store(
@@ -231,7 +278,7 @@ def open_tools(
   stack.callback(store.close)
   if cfg.replay is None:
     samplers = generation.samplers(cfg, parts, place, hosts)
-    test = tester(
+    test = generation.tester(
       cfg, parts, samplers, rewards=rewards, clock=clock, hosts=hosts
     )
   else:
@@ -262,7 +309,7 @@ def open_stream(
   *,
   policy: types.Policy,
   saved: checkpoint.Restored | None,
-) -> streams.Stream | replay.Replay | together.Follower:
+) -> Rollouts:
   """Returns the stream, which starts with `policy`.
 
   From now on a signal asks `hosts` to stop; before, it ends the process.
@@ -405,7 +452,7 @@ def test_newest(
       rewards = stack.enter_context(pool.Pool(cfg.rewards))
     samplers = generation.samplers(cfg, parts, place, hosts)
     stack.callback(samplers.close)
-    test = tester(
+    test = generation.tester(
       cfg, parts, samplers, rewards=rewards, clock=clock, hosts=hosts
     )
     if folder is None:
@@ -453,48 +500,3 @@ def warm_up(
     batch = teacher.score(state, teacher.put(pack.pack(groups, layout)))
     state, _ = teacher.update(state, batch)
   return state.params
-
-
-def tester(
-  cfg: config.Run,
-  parts: prepare.Parts,
-  samplers: generation.Samplers,
-  *,
-  rewards: pool.Pool | None,
-  clock: clocks.Clock,
-  hosts: hosts_lib.Hosts,
-) -> Callable[[types.Policy, int], dict[str, float]]:
-  """Returns a function of policy and step that evaluates when it is due.
-
-  Every process calls it. Without rewards, which the head has, one only provides
-  the weights, and stays until its engine is no longer asked.
-  """
-  held_out = parts.data.held_out
-  if held_out is None:
-    return lambda policy, step: {}
-
-  def scored(policy: types.Policy) -> dict[str, float]:
-    assert rewards is not None, "the head's"
-    if hosts.stopping:
-      return {}  # A checkpoint is worth more than a number.
-    with (
-      clock.span("training", "eval"),
-      clock.span("generation", "eval"),
-    ):
-      return evaluate.evaluate(
-        [held_out[uid] for uid in range(len(held_out))],
-        env=parts.eval_env,
-        generate=functools.partial(samplers.generate, policy),
-        rewards=rewards,
-        timeout_s=cfg.evaluation.timeout_s,
-        stopping=lambda: bool(hosts.stopping),
-      )
-
-  def test(policy: types.Policy, step: int) -> dict[str, float]:
-    if not cfg.evaluation.due(step, cfg.num_steps):
-      return {}
-    if rewards is None:
-      samplers.publish(policy)
-    return hosts.share(functools.partial(scored, policy))
-
-  return test

@@ -18,7 +18,14 @@ import jax
 from absl import app, flags, logging
 
 from jaxrl_post import collect, config, loop, prepare, roles, serve, types
-from jaxrl_post.runtime import compare, folder, report, signals, summary
+from jaxrl_post.runtime import (
+  compare,
+  folder,
+  report,
+  signals,
+  summary,
+  writers,
+)
 from jaxrl_post.runtime import hosts as hosts_lib
 
 _EXP = flags.DEFINE_string(
@@ -52,6 +59,27 @@ _PORT = flags.DEFINE_integer(
   "With --mode=serve, the port to listen at; 0, the default, is any free one.",
   lower_bound=0,
   upper_bound=2**16 - 1,
+)
+
+_WRITERS = flags.DEFINE_list(
+  "writers",
+  [],
+  "Who else gets the metrics: tensorboard, wandb (offline), or both.",
+)
+_PROMETHEUS_PORT = flags.DEFINE_integer(
+  "prometheus_port",
+  None,
+  "Answer Prometheus at this port, on this machine only; 0 is any free one.",
+  lower_bound=0,
+  upper_bound=2**16 - 1,
+)
+_PROFILE_STEPS = flags.DEFINE_string(
+  "profile_steps",
+  None,
+  "FIRST:LAST, the steps that jax.profiler captures into the run folder.",
+)
+_TRACE_SLOTS = flags.DEFINE_bool(
+  "trace_slots", False, "Give each row of the engine a lane in trace.json."
 )
 
 _COORDINATOR = flags.DEFINE_string(
@@ -150,6 +178,7 @@ def _run(stopper: signals.Stopper) -> int:
     )
   cfg = config.load(_EXP.value, pathlib.Path("experiments"))
   cfg = config.override(cfg, _SET.value)
+  watch = _watch()
   launch = _launch()
   if _MODE.value in ("train", "dry_run"):
     prepare.check_schedule(cfg)
@@ -172,7 +201,24 @@ def _run(stopper: signals.Stopper) -> int:
     hosts = _hosts(launch, cfg.placement.peer_timeout_s)
     stopper.hosts = hosts
     signals.take()  # from JAX and Ray
-    return _run_in(stack.enter_context(hosts), cfg)
+    return _run_in(stack.enter_context(hosts), cfg, watch)
+
+
+def _watch() -> writers.Watch:
+  """Returns who looks at the run; only training has something to see."""
+  steps = _PROFILE_STEPS.value
+  watch = writers.Watch(
+    writers=tuple(_WRITERS.value),
+    prometheus_port=_PROMETHEUS_PORT.value,
+    profile=None if steps is None else writers.steps(steps),
+    slots=_TRACE_SLOTS.value,
+  )
+  if _MODE.value != "train" and watch != writers.Watch():
+    raise types.InputError(
+      "--writers, --prometheus_port, --profile_steps, --trace_slots: expected "
+      f"none with --mode={_MODE.value}, got some. Leave them out, or train."
+    )
+  return watch
 
 
 def _launch() -> hosts_lib.Launch | None:
@@ -199,7 +245,9 @@ def _hosts(
   return hosts_lib.start(launch, silence_s)
 
 
-def _run_in(hosts: hosts_lib.Hosts, cfg: config.Run) -> int:
+def _run_in(
+  hosts: hosts_lib.Hosts, cfg: config.Run, watch: writers.Watch
+) -> int:
   """Does what --mode says, in each of the processes."""
   parts = prepare.prepare(cfg)
   _check_same(hosts, cfg, parts)
@@ -217,7 +265,7 @@ def _run_in(hosts: hosts_lib.Hosts, cfg: config.Run) -> int:
     path = hosts.share(lambda: _open(cfg, stack))
     prepare.check_follow(cfg, path)
     _say(hosts, f"run folder: {path}")
-    state = loop.run(cfg, parts, path, hosts)
+    state = loop.run(cfg, parts, path, hosts, watch=watch)
     if hosts.stopping and int(state.step) < cfg.num_steps:
       _say(hosts, f"stopped by {hosts.stopping}; the same command continues")
     if hosts.is_head:

@@ -10,7 +10,15 @@ from absl import logging
 from jaxrl_post import config, types
 from jaxrl_post.data import pack
 from jaxrl_post.envs import replay, stream, together
-from jaxrl_post.runtime import clock, dump, log, metrics, progress
+from jaxrl_post.runtime import (
+  clock,
+  dump,
+  log,
+  metrics,
+  profile,
+  progress,
+  writers,
+)
 
 
 class Recorder:
@@ -29,6 +37,7 @@ class Recorder:
     devices: Mapping[str, int],
     sync_bytes: int,
     about: Mapping[str, Any],
+    watch: writers.Watch,
   ) -> None:
     """Opens the files.
 
@@ -39,6 +48,7 @@ class Recorder:
       devices: how many are `held`, and how many either stage has.
       sync_bytes: bytes that one publish has to move.
       about: where the groups of a dump are from.
+      watch: who else gets the numbers, and what is captured.
     """
     self._cfg, self._clock = cfg, clock
     self._devices, self._sync_bytes = devices, sync_bytes
@@ -46,6 +56,11 @@ class Recorder:
     self._dumps = cfg.debug is not None and cfg.debug.dump
     self._log = log.Log(folder)
     self._progress = progress.Progress(cfg.num_steps)
+    self._profile = profile.Profile(folder, watch.profile, clock)
+    self._writers = writers.Writers(watch, folder, config.to_json(cfg))
+    for port in self._writers.ports:
+      print(f"metrics: http://127.0.0.1:{port}/metrics", flush=True)
+    self._is_trusted = True
     self._consumed = self._trained = 0
     self._skipped_in_a_row = 0
     self._version = 0
@@ -84,6 +99,12 @@ class Recorder:
     self._version = version
     if not step and values:
       self._log.step(0, values)
+      self._writers.step(0, values)
+
+  def at_step(self, step: int) -> None:
+    """Marks the beginning of a step, in the trace and for the profiler."""
+    self._clock.at_step(step)
+    self._profile.at_step(step)
 
   def took(self, step: int, groups: Sequence[types.Group]) -> None:
     """Puts a batch into the dump, if there is to be one, before it trains.
@@ -158,15 +179,19 @@ class Recorder:
     line |= metrics.throughput(
       counts, self._devices["held"], line["time/seconds"]
     )
+    self._check_accounts(step, line["accounting/residual"])
     self._log.step(step, line)
+    self._writers.step(step, line)
     self._log.rollouts(step, groups, self._cfg.logged_groups)
     self._progress.update(step, line)
     self.line = line
     self._check_skipped(step, line)
 
   def close(self) -> None:
-    """Closes files and progress line."""
+    """Closes files, writers and progress line."""
+    self._profile.close()
     self._progress.close()
+    self._writers.close()
     self._log.close()
 
   def _ledger(
@@ -181,6 +206,17 @@ class Recorder:
       "ledger/failed": float(book.failed.groups),
       "ledger/dropped": float(book.dropped.groups),
     }
+
+  def _check_accounts(self, step: int, residual: float) -> None:
+    if residual > clock.TRUSTED and self._is_trusted:
+      self._is_trusted = False
+      logging.warning(
+        "step %d: %.1f %% of a stage's time are in no account "
+        "(accounting/residual): busy/*, idle/* and overhead/* of this run are "
+        "not to be trusted",
+        step,
+        100 * residual,
+      )
 
   def _check_skipped(self, step: int, line: Mapping[str, float]) -> None:
     bad = line["loss/bad_updates"] > 0
@@ -218,6 +254,9 @@ class Silent:
     self.totals: dict[str, int] = {}
 
   def begin(self, *_: Any) -> None:
+    """Does nothing."""
+
+  def at_step(self, step: int) -> None:
     """Does nothing."""
 
   def took(self, step: int, groups: Sequence[types.Group]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import (
   Any,
   Literal,
+  TypeAlias,
   TypeVar,
   dataclass_transform,
 )
@@ -27,6 +28,9 @@ HOTTEST = 1e6
 
 # A nested dictionary of arrays: weights, gradients, or their shardings.
 Tree = Any
+# A completion that ended in a row of an engine: row, uid, since when it had the
+# row by time.monotonic(), and its tokens.
+Seat: TypeAlias = tuple[int, int, float, int]
 
 
 class InputError(ValueError):

@@ -34,6 +34,13 @@ WRONG = {
   "an experiment to report on": (
     ("--mode=report", "run"),
     "--exp: expected none with --mode=report",
+  "unknown writer": (
+    ("--writers=tensorboard,csv",),
+    "--writers: expected ",
+  ),
+  "nothing to look at": (
+    ("--mode=dry_run", "--trace_slots"),
+    "--trace_slots: expected none with --mode=dry_run",
   ),
   "rows that do not divide": (
     runs.settings("placement.training.fsdp=3", "placement.generation.data=3"),

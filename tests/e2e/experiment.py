@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import pathlib
 import threading
+import time
 from typing import Any
 
 from jaxrl_post import config, types
@@ -68,6 +69,15 @@ def patchy(rollout: types.Rollout, reference: str) -> float:
     raise ValueError("boom")
   if rollout.completion.uid % 4 == 2:
     return float("nan")
+  return score(rollout, reference)
+
+
+def slow(rollout: types.Rollout, reference: str) -> float:
+  """Takes 300 ms more for one rollout of step 4; notes from when to when."""
+  if rollout.completion.uid == 3 * 16:
+    begun = time.monotonic()
+    threading.Event().wait(0.3)
+    pathlib.Path("slow.txt").write_text(f"{begun} {time.monotonic()}")
   return score(rollout, reference)
 
 
@@ -154,6 +164,13 @@ def with_stuck_step() -> config.Run:
 
   packing.pack = stuck
   return get_config()
+
+
+def with_slow() -> config.Run:
+  """One block makes all completions of a step, and some rewards take long."""
+  run = scored_by(slow)
+  sampling = dataclasses.replace(run.sampling, max_tokens=2)
+  return dataclasses.replace(run, sampling=sampling, num_steps=5)
 
 
 def with_patches() -> config.Run:

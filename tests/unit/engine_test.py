@@ -1,6 +1,7 @@
 """The engine: the same completions whatever the neighbours, and honest ends."""
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +192,23 @@ def test_a_group_is_prefilled_once(monkeypatch):
     engine, _policy(), [_request(_prompt(4), range(9), max_tokens=5)]
   )
   assert len(calls) == 1
+
+
+def test_a_step_tells_of_its_programs_and_of_the_rows_that_ended():
+  engine, seen = _engine(), []
+  engine.add(_request((1, 2), [4, 5], max_tokens=2, temperature=0.0))
+  begun = time.monotonic()
+  done = engine.step(_params(), 0, lambda name, result: seen.append(name))
+  assert seen == ["prefill", "decode"]
+  ended = [(row, uid, tokens) for row, uid, _, tokens in engine.seats]
+  lengths = [(c.uid, len(c.tokens)) for c in done]
+  assert ended == [(row, *pair) for row, pair in enumerate(lengths)]
+  assert len(ended) == 2
+  now = time.monotonic()
+  assert all(begun <= since <= now for _, _, since, _ in engine.seats)
+  engine.add(_request((3,), [6], max_tokens=16))
+  engine.step(_params(), 0)
+  assert engine.seats == []
 
 
 def test_a_prompt_the_model_cannot_read_is_refused():

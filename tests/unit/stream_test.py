@@ -42,6 +42,8 @@ class Engine:
     most: largest number of prompts that were ever asked for.
   """
 
+  between, seats = "busy", ()
+
   def __init__(self, room: int = 64, script=lambda: None) -> None:
     self.size, self.script = room, script
     self.waiting: list[int] = []
@@ -66,7 +68,7 @@ class Engine:
   def renew(self) -> None:
     pass
 
-  def step(self, params, version: int) -> list[types.Completion]:
+  def step(self, params, version: int, launched) -> list[types.Completion]:
     self.script()
     free = [uid for uid in self.waiting if uid // GROUP not in self.held]
     if not free:

@@ -72,6 +72,8 @@ class Engine:
     script: called before each block.
   """
 
+  between, seats = "busy", ()
+
   def __init__(self, *, recompute=False, rows: int = 5, length=any_length):
     self.recompute, self.rows, self.length = recompute, rows, length
     self.queue: list[Row] = []  # The first `rows` of them are in a row.
@@ -112,7 +114,7 @@ class Engine:
   def renew(self) -> None:
     self.version = None
 
-  def step(self, params, version: int) -> list[types.Completion]:
+  def step(self, params, version: int, launched) -> list[types.Completion]:
     self.script()
     if version != self.version and self.recompute:
       for row in self.queue[: self.rows]:

@@ -9,6 +9,7 @@ the same tokens. What may happen when is the schedule's to say.
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -82,6 +83,7 @@ class Stream:
       )
     self._cfg, self._engine, self._rewards = cfg, engine, rewards
     self._clock, self._verify, self._stopping = clock, verify, stopping
+    self._launched = functools.partial(clock.launched, "generation")
     self._plan, self._log = plan or schedule.Free(), log
     self._work = work.Work(
       ledger,
@@ -172,7 +174,9 @@ class Stream:
     event = ledgers.Publish(policy.step)
     with self._changed:
       self._await(
-        "training", lambda: "weights_pending", lambda: self._allowed(event)
+        "training",
+        lambda: "weights_pending",
+        lambda: self._plan.allows(event) or self._dead(),
       )
       self._raise_if_dead()
       if not self._plan.defers:
@@ -271,6 +275,7 @@ class Stream:
 
   def _take(self, uids: tuple[int, ...]) -> list[types.Group]:
     groups = self._work.take(uids)
+    self._clock.count(**self._work.queue())
     # What no clock decides, if that is asked for.
     fixed = self._cut if self._plan.defers else None
     self.booked = self.ledger if fixed is None else fixed.ledger
@@ -286,14 +291,12 @@ class Stream:
     over = self._dead() or self._stopping() or self._work.ended
     return over or bool(self._batch() or self._drops())
 
-  def _allowed(self, event: ledgers.Event) -> bool:
-    return self._plan.allows(event) or self._dead()
-
   def _run(self) -> None:
     assert self._worker is not None
     try:
-      while not self._closed:
-        self._pump()
+      with self._clock.span("generation", "wait/host", "worker"):
+        while not self._closed:
+          self._pump()
     except BaseException as error:
       self._worker.set_exception(error)  # For the trainer to raise.
     else:
@@ -310,12 +313,12 @@ class Stream:
           self._work.score(rollout)
         self._settle()
         self._take_newest()
-        if self._cut_due and self._up_to_date():
+        if self._cut_due and self._work.up_to_date:
           self._make_cut()
         self._admit()
         runs = self._may_run()
         if not runs:
-          self._await("generation", self._generation_reason, self._has_work)
+          self._await("generation", self._idles_for, self._has_work)
       if runs:
         self._block()
 
@@ -374,9 +377,6 @@ class Stream:
         self._make_cut()
       self._moved()
 
-  def _up_to_date(self) -> bool:
-    return self.ledger.version == self.ledger.step
-
   def _make_cut(self) -> None:
     count = 0 if self._log is None else self._log.count
     self._cut = self._work.cut(self._engine.partials(), count)
@@ -398,6 +398,9 @@ class Stream:
     if self._work.exhausted:
       self._changed.notify_all()
 
+  def _idles_for(self) -> str:
+    return self._work.idles_for(self._current)
+
   def _may_run(self) -> bool:
     can = self._current is not None and self._engine.busy
     return can and self._plan.runs(self._facts())
@@ -408,21 +411,27 @@ class Stream:
     policy = current.policy
     if policy is not self._verified:
       begun = time.monotonic()
-      with self._clock.span("generation", "sync"):
+      with self._clock.span("generation", "sync", "verify"):
         self._verify(policy)
       self._verified = policy
       with self._changed:
         self._sync = current.sync_seconds(begun) or self._sync
-    with self._clock.span("generation", "busy"):
-      completions = self._engine.step(policy.params, policy.version)
+    with self._clock.span("generation", self._engine.between, "block"):
+      completions = self._engine.step(
+        policy.params, policy.version, self._launched
+      )
+    self._clock.seats(self._engine.seats)
     with self._changed:
       self._note(events.Run())
       rollouts = self._work.book(completions)
       self._moved()
+      self._clock.count(**self._work.queue())
     self._submit(rollouts)
 
   def _submit(self, rollouts: list[types.Rollout]) -> None:
+    answered = self._clock.calls("reward", len(rollouts))
     for future in self._rewards.submit_all(rollouts):
+      future.add_done_callback(answered)
       future.add_done_callback(self._on_scored)
 
   def _on_scored(self, future: concurrent.futures.Future) -> None:
@@ -432,20 +441,11 @@ class Stream:
 
   def _has_work(self) -> bool:
     settled = not self._cfg.asynchronous and self._batch_ready()
-    cut = self._cut_due and self._up_to_date()
+    cut = self._cut_due and self._work.up_to_date
     moves = self._may_take() or self._may_admit() or self._may_run()
     enters = any(map(self._may_settle, self._work.held))
     news = self._closed or bool(self._scored)
     return news or settled or cut or moves or enters
-
-  def _generation_reason(self) -> str:
-    if self._current is None:
-      return "weights_pending"
-    states = {e.state for e in self.ledger.outstanding}
-    if "scoring" in states:
-      return "reward_pending"
-    full = ledgers.batch(self.ledger)
-    return "queue_full" if full else "lag_gate"
 
   def _await(
     self,

@@ -6,8 +6,8 @@ Whoever calls holds the stream's lock.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_post import types
 from jaxrl_post.data import frontier as frontiers
@@ -19,7 +19,13 @@ from jaxrl_post.envs import ledger as ledgers
 
 @runtime_checkable
 class Engine(Protocol):
-  """What the stream needs of `sampling.engine.Engine`."""
+  """What the stream needs of `sampling.engine.Engine`.
+
+  Attributes:
+    between: state of generation in a step while no program of it runs.
+  """
+
+  between: str
 
   @property
   def room(self) -> int:
@@ -31,12 +37,22 @@ class Engine(Protocol):
     """Whether a step would make tokens."""
     ...
 
+  @property
+  def seats(self) -> Sequence[types.Seat]:
+    """Rows of the completions of the last step; not of those elsewhere."""
+    ...
+
   def add(self, request: types.Request) -> None:
     """Queues a group."""
     ...
 
-  def step(self, params: types.Tree, version: int) -> list[types.Completion]:
-    """Makes one block and returns what ended in it."""
+  def step(
+    self,
+    params: types.Tree,
+    version: int,
+    launched: Callable[[str, Any], None],
+  ) -> list[types.Completion]:
+    """Makes one block and returns what ended in it; tells of its programs."""
     ...
 
   def partials(self) -> tuple[types.Partial, ...]:
@@ -151,10 +167,34 @@ class Work:
     """Groups that may be admitted; 0 when the data has ended."""
     return 0 if self.exhausted else ledgers.window(self.ledger)
 
+  @property
+  def up_to_date(self) -> bool:
+    """Whether the weights of the newest batch have been handed over."""
+    return self.ledger.version == self.ledger.step
+
   def awaited(self) -> str:
     """Says why the next batch is not ready."""
     states = self._states_of_next() - {"ready"}
     return "reward_pending" if states == {"scoring"} else "queue_empty"
+
+  def idles_for(self, current: Published | None) -> str:
+    """Says what generation waits for when it has nothing to sample.
+
+    Args:
+      current: weights that the engine samples with.
+    """
+    if current is None:
+      return "weights_pending"
+    states = {e.state for e in self.ledger.outstanding}
+    if "scoring" in states:
+      return "reward_pending"
+    full = ledgers.batch(self.ledger)
+    return "queue_full" if full else "lag_gate"
+
+  def queue(self) -> dict[str, float]:
+    """Returns how many groups are `outstanding`, and `ready` to be trained."""
+    states = [entry.state for entry in self.ledger.outstanding]
+    return {"outstanding": len(states), "ready": states.count("ready")}
 
   def facts(
     self, current: Published | None, newest: Published | None, engine: Engine

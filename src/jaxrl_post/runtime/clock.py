@@ -1,19 +1,27 @@
 """Where the seconds of each stage go.
 
-A stage is always in one state: the span opened last and not yet closed, or in
-none. Seconds in no span are nobody's, and show in `accounting/residual`.
-Compilation hides inside spans; what JAX reports of it is moved from the span
-that is open on the thread that compiled.
+A stage is always in one state: that of the oldest program which its devices
+have not ended, else the span opened last and not yet closed, else none. Seconds
+in none are nobody's, and show in `accounting/residual`. When a program ends, a
+thread sees that waits for its result: whoever launched it may do other things,
+or sleep, and neither makes a stage look busy. Compilation hides inside spans;
+what JAX reports of it is moved from the span that is open on the thread that
+compiled.
 """
 
+import collections
 import contextlib
 import dataclasses
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import jax.monitoring
+import jax
+
+from jaxrl_post import types
+from jaxrl_post.runtime import trace as traces
 
 KINDS = (
   "busy",
@@ -30,6 +38,10 @@ KINDS = (
 )
 _WAITS = tuple(kind for kind in KINDS if kind.startswith("wait/"))
 _OVERHEADS = ("sync", "compile", "checkpoint", "eval")
+# Above this `accounting/residual` a run's own numbers are not to be trusted.
+TRUSTED = 0.01
+# Longest wait, in seconds, for a program that is under way when a run ends.
+_GRACE_S = 1.0
 
 # Names of jax 0.10. The second also covers a hit in the persistent cache,
 # which the third announces just before it, on the same thread.
@@ -42,17 +54,46 @@ _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Span:
+class _State:
+  """A span, or a program."""
+
   stage: str
   kind: str
-  seconds: float = 0.0  # charged to it so far, less what was compilation
+  name: str
+
+
+@dataclasses.dataclass(slots=True)
+class _Part:
+  """Seconds of T that one state had a stage for, or compilation in it."""
+
+  kind: str
+  begin: float
+  end: float
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Stage:
+  """What a stage is doing, and has done."""
+
+  totals: dict[str, float]
+  spans: list[_State] = dataclasses.field(default_factory=list)
+  programs: collections.deque[_State] = dataclasses.field(
+    default_factory=collections.deque
+  )
+  # Who has had it since the last change, and for which seconds.
+  owner: _State | None = None
+  parts: list[_Part] = dataclasses.field(default_factory=list)
+  launched: "queue.SimpleQueue[tuple[_State, Any] | None]" = dataclasses.field(
+    default_factory=queue.SimpleQueue
+  )
+  watcher: threading.Thread | None = None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Thread:
   """What one thread is doing: its open spans and its compilations."""
 
-  spans: list[_Span] = dataclasses.field(default_factory=list)
+  spans: list[_State] = dataclasses.field(default_factory=list)
   compiled: list[tuple[float, float]] = dataclasses.field(default_factory=list)
   cache_hit: bool = False
 
@@ -68,26 +109,30 @@ class Clock:
   """
 
   def __init__(
-    self, stages: Iterable[str], now: Callable[[], float] = time.monotonic
+    self,
+    stages: Iterable[str],
+    now: Callable[[], float] = time.monotonic,
+    trace: traces.Trace | None = None,
   ) -> None:
     """Begins to listen for compilations; time counts from `start` on.
 
     Args:
       stages: their names.
       now: seconds on any scale that never goes back.
+      trace: takes all that is accounted for, event by event; None for nobody.
     """
     self.compilations = 0
     self.from_cache = 0
     self.compile_seconds = 0.0
-    self._now = now
+    self._now, self._trace = now, trace
     self._lock = threading.Lock()
     self._threads: dict[int, _Thread] = {}
-    self._open: dict[str, list[_Span]] = {stage: [] for stage in stages}
-    self._totals: dict[str, dict[str, float]] = {
-      stage: dict.fromkeys(KINDS, 0.0) for stage in self._open
+    self._stages = {
+      stage: _Stage(dict.fromkeys(KINDS, 0.0)) for stage in stages
     }
     self._start: float | None = None
     self._charged_to = 0.0
+    self._calls: set[int] = set()  # Lanes of rewards that are taken.
     jax.monitoring.register_event_duration_secs_listener(self._on_duration)
     jax.monitoring.register_event_listener(self._on_event)
 
@@ -98,41 +143,48 @@ class Clock:
 
     Args:
       past: `totals` of the processes that ran before this one; T goes on from
-        theirs.
+        theirs, and so does the trace.
     """
     with self._lock:
-      if self._start is None:
-        self._charged_to = self._now()
-        self._start = self._charged_to - (past["T"] if past else 0.0)
-        for stage, kinds in (past["stages"] if past else {}).items():
-          self._totals[stage].update(kinds)
+      if self._start is not None:
+        return
+      begun = past["T"] if past else 0.0
+      if self._trace is not None:
+        self._trace.start(begun)
+      self._charged_to = self._now()
+      self._start = self._charged_to - begun
+      for stage, kinds in (past["stages"] if past else {}).items():
+        self._stages[stage].totals.update(kinds)
 
   def totals(self) -> dict[str, Any]:
     """Returns `T` and, by stage and kind, seconds; what JSON can hold."""
     with self._lock:
       self._charge()
       wall = self._charged_to - self._start if self._start is not None else 0.0
-      stages = {stage: dict(kinds) for stage, kinds in self._totals.items()}
+      stages = {n: dict(stage.totals) for n, stage in self._stages.items()}
     return {"T": wall, "stages": stages}
 
   @contextlib.contextmanager
-  def span(self, stage: str, kind: str) -> Iterator[None]:
+  def span(self, stage: str, kind: str, name: str = "") -> Iterator[None]:
     """Puts a stage into a state for as long as the block runs.
 
     Args:
       stage: one of the clock's stages.
       kind: one of `KINDS`: what it does, or why its devices stand idle.
+      name: of what it does, for the trace; "" is the kind, or its reason.
 
     Yields:
       Nothing. The stage's former span is suspended and then goes on: time is
-      charged to the innermost span only.
+      charged to the innermost span only, and while one of the stage's programs
+      runs to none.
     """
     if kind not in KINDS:
       raise ValueError(f"span: expected one of {KINDS}, got {kind!r}.")
-    span = _Span(stage, kind)
+    span = _State(stage, kind, name or kind.rpartition("/")[2])
+    spans = self._stages[stage].spans
     with self._lock:
       self._charge()
-      self._open[stage].append(span)
+      spans.append(span)
       thread = self._here()
       thread.spans.append(span)
     try:
@@ -142,7 +194,105 @@ class Clock:
         self._charge()
         thread.spans.remove(span)
         # Spans of two threads need not close in the order they opened.
-        self._open[stage].remove(span)
+        spans.remove(span)
+
+  def launched(self, stage: str, name: str, result: Any) -> None:
+    """Counts a stage as busy until a program has ended.
+
+    Args:
+      stage: whose devices run it, after what they were given before.
+      name: of the program, for the trace.
+      result: some of what it returns; of no use to whoever frees it, as it is
+        held until then.
+    """
+    made, program = self._stages[stage], _State(stage, "busy", name)
+    with self._lock:
+      self._charge()
+      made.programs.append(program)
+      if made.watcher is None:
+        made.watcher = threading.Thread(
+          target=self._watch, args=(made,), name=f"{stage} clock", daemon=True
+        )
+        made.watcher.start()
+    made.launched.put((program, result))
+
+  def calls(self, name: str, count: int) -> Callable[[object], None]:
+    """Follows calls that are answered in other processes, for the trace.
+
+    Args:
+      name: of the calls.
+      count: how many were made just now.
+
+    Returns:
+      What is to be called at the end of each of them, from any thread.
+    """
+    with self._lock:
+      begin, left = self._at(self._now()), count
+      lane = next(
+        i for i in range(len(self._calls) + 1) if i not in self._calls
+      )
+      if count:
+        self._calls.add(lane)
+
+    def done(_: object) -> None:
+      nonlocal left
+      with self._lock:
+        left -= 1
+        if not left:
+          self._calls.discard(lane)
+          end = self._at(self._now())
+          args = {"calls": count}
+          self._write(
+            traces.Event("rewards", "busy", name, begin, end, lane, args)
+          )
+
+    return done
+
+  def note(
+    self,
+    stage: str,
+    name: str,
+    seconds: tuple[float, float],
+    beside: int,
+    args: Mapping[str, Any] | None = None,
+  ) -> None:
+    """Puts an event into the trace that counts as nothing.
+
+    Args:
+      stage: or another lane of the trace.
+      name: of the event.
+      seconds: from when to when, as `now` of the clock tells.
+      beside: which of the lanes beside the stage's own; 0 is its own.
+      args: more about it.
+    """
+    with self._lock:
+      begin, end = map(self._at, seconds)
+      self._write(traces.Event(stage, "note", name, begin, end, beside, args))
+
+  def seats(self, seats: Iterable[types.Seat]) -> None:
+    """Puts completions into lanes of their rows, if the trace is to have them.
+
+    Args:
+      seats: that ended just now.
+    """
+    if self._trace is None or not self._trace.slots:
+      return
+    for row, uid, begin, tokens in seats:
+      # Words of OpenTelemetry's conventions for generative models.
+      args = {"uid": uid, "gen_ai.usage.output_tokens": tokens}
+      seconds = (begin, self._now())
+      self.note("generation", f"rollout {uid}", seconds, row + 1, args)
+
+  def count(self, **values: float) -> None:
+    """Puts the lengths of the queue into the trace, as they are now."""
+    with self._lock:
+      if self._trace is not None:
+        self._trace.count("queue", self._at(self._now()), values)
+
+  def at_step(self, step: int) -> None:
+    """Marks what comes in the trace as of a step of training."""
+    if self._trace is not None:
+      self._trace.step = step
 
   def snapshot(self) -> dict[str, float]:
     """Sums up the time since `start`; all zero before it.
@@ -178,20 +328,75 @@ class Clock:
     return metrics
 
   def close(self) -> None:
-    """Stops listening for compilations. To be called once."""
+    """Stops listening, and ends the trace. To be called once."""
     jax.monitoring.unregister_event_duration_listener(self._on_duration)
     jax.monitoring.unregister_event_listener(self._on_event)
+    for stage in self._stages.values():
+      if stage.watcher is not None:
+        stage.launched.put(None)
+        stage.watcher.join(_GRACE_S)
+    with self._lock:
+      self._charge()
+      for stage in self._stages.values():
+        self._hand_over(stage, None)
+      if self._trace is not None:
+        self._trace.close()
+        self._trace = None
+
+  def _watch(self, stage: _Stage) -> None:
+    """Waits for the programs of a stage, one after the other."""
+    while (item := stage.launched.get()) is not None:
+      program, result = item
+      # A result that is gone was given to a later program, which comes next; of
+      # one that failed, whoever reads it hears.
+      with contextlib.suppress(RuntimeError):
+        jax.block_until_ready(result)
+      del item, result  # Nothing is kept alive by looking at it.
+      with self._lock:
+        self._charge()
+        stage.programs.remove(program)
 
   def _charge(self) -> None:
-    """Charges each stage's time up to now to its innermost span."""
+    """Charges each stage's time up to now to the state that it is in."""
     if self._start is None:
       return
     now = self._now()
-    for stage, spans in self._open.items():
-      if spans:
-        spans[-1].seconds += now - self._charged_to
-        self._totals[stage][spans[-1].kind] += now - self._charged_to
+    begin, end = self._at(self._charged_to), self._at(now)
+    for stage in self._stages.values():
+      owner = None
+      if stage.programs:
+        owner = stage.programs[0]
+      elif stage.spans:
+        owner = stage.spans[-1]
+      if owner is not stage.owner:
+        self._hand_over(stage, owner)
+      if owner is None or now == self._charged_to:
+        continue
+      stage.totals[owner.kind] += now - self._charged_to
+      if stage.parts and stage.parts[-1].kind == owner.kind:
+        stage.parts[-1].end = end
+      else:
+        stage.parts.append(_Part(owner.kind, begin, end))
     self._charged_to = now
+
+  def _hand_over(self, stage: _Stage, owner: _State | None) -> None:
+    """Writes what the last owner had a stage for, and gives it to another."""
+    was, stage.owner = stage.owner, owner
+    parts, stage.parts = stage.parts, []
+    if was is None:
+      return
+    for part in parts:
+      kind = part.kind.partition("/")[0]
+      name = was.name if part.kind == was.kind else part.kind
+      self._write(traces.Event(was.stage, kind, name, part.begin, part.end))
+
+  def _write(self, event: traces.Event) -> None:
+    if self._trace is not None:
+      self._trace.add(event)
+
+  def _at(self, now: float) -> float:
+    """Returns T; 0 before the start."""
+    return 0.0 if self._start is None else max(0.0, now - self._start)
 
   def _here(self) -> _Thread:
     return self._threads.setdefault(threading.get_ident(), _Thread())
@@ -217,10 +422,35 @@ class Clock:
         thread.cache_hit = False
       if thread.spans:
         span = thread.spans[-1]
-        moved = min(new, span.seconds)
-        span.seconds -= moved
-        self._totals[span.stage][span.kind] -= moved
-        self._totals[span.stage]["compile"] += moved
+        stage = self._stages[span.stage]
+        # While a program runs, devices do not wait for the compiler.
+        if stage.owner is span and span.kind != "compile":
+          moved = _compiled(stage.parts, new)
+          stage.totals[span.kind] -= moved
+          stage.totals["compile"] += moved
+
+
+def _compiled(parts: list[_Part], seconds: float) -> float:
+  """Makes the last seconds of a span compilation, as far as it has them.
+
+  Returns:
+    How many were not compilation before.
+  """
+  moved = 0.0
+  begin = end = parts[-1].end if parts else 0.0
+  while parts and (moved < seconds or parts[-1].kind == "compile"):
+    part = parts.pop()
+    begin = part.begin
+    if part.kind != "compile":
+      taken = min(part.end - part.begin, seconds - moved)
+      moved += taken
+      if part.begin < part.end - taken:
+        begin = part.end - taken
+        parts.append(_Part(part.kind, part.begin, begin))
+        break
+  if begin < end:
+    parts.append(_Part("compile", begin, end))
+  return moved
 
 
 def _not_yet_seen(

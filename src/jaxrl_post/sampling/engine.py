@@ -13,9 +13,8 @@ through `decode` again, see `steps`.
 import collections
 import contextlib
 import dataclasses
-import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -28,7 +27,6 @@ from jaxrl_post.sampling import programs, reader, rows, space, steps
 _COLDEST = 0.01
 # Larger sizes have no meaning, and overflow a device's integers.
 _MOST = 2**24
-_AGE = operator.attrgetter("age")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +116,15 @@ class Sampling:
 
 
 class Engine:
-  """Turns requests into completions, a block at a time."""
+  """Turns requests into completions, a block at a time.
+
+  Attributes:
+    between: state of generation in a step while no program of it runs.
+    seats: of what ended in the last step: row, uid, begin (time.monotonic()) in
+      that row, tokens.
+  """
+
+  between = "wait/host"
 
   def __init__(
     self,
@@ -174,17 +180,18 @@ class Engine:
     self._begun = 0
     self._decoded, self._decode_s = 0, 0.0
     self._has_cache = False  # Even if a launch has lost it.
+    self.seats: list[types.Seat] = []
 
   @property
   def room(self) -> int:
     """Rows that no completion has, or waits for; one that is held has none."""
     waiting = sum(len(w.rows) for w in self._waiting)
-    return len(self._rows) - len(self._running()) - waiting
+    return len(self._rows) - len(self._space.running()) - waiting
 
   @property
   def busy(self) -> bool:
     """Whether a step would make tokens."""
-    return bool(self._waiting or self._running())
+    return bool(self._waiting or self._space.running())
 
   def check(self, request: types.Request) -> None:
     """Refuses a request that `add` would refuse; queues nothing.
@@ -232,7 +239,7 @@ class Engine:
       Those that have a token, in a row or waiting for one. A request of the
       same prompt, uids and sampling that has them in `begun` continues them.
     """
-    half = [row for _, row in self._running()]
+    half = [row for _, row in self._space.running()]
     for row in half:
       row.read()
     half += [row for waiting in self._waiting for row in waiting.rows]
@@ -257,13 +264,20 @@ class Engine:
     self._resume_rows([])
     self._decode(params)
 
-  def step(self, params: types.Tree, version: int) -> list[types.Completion]:
+  def step(
+    self,
+    params: types.Tree,
+    version: int,
+    launched: Callable[[str, Any], None] = lambda name, result: None,
+  ) -> list[types.Completion]:
     """Refills idle rows and makes one block.
 
     Args:
       params: the newest weights.
       version: their policy version, stamped on every token of the block. When
         it is another than before, see `Sampling.in_flight`.
+      launched: called with the name and the result of each program that takes
+        long, "prefill" or "decode", when the devices have been given it.
 
     Returns:
       The completions that ended in this block, in row order.
@@ -273,17 +287,19 @@ class Engine:
       for waiting in self._waiting:
         waiting.prefix, waiting.begin = None, 0
       if self._cfg.in_flight != "keep":
-        self._cut({i: 0 for i, _ in self._held()})
+        self._cut({i: 0 for i, _ in self._space.held()})
       if self._cfg.in_flight == "recompute":
         self._rebuild()
       self._version = version
+    self._reader.launched = launched
     self._refill(params)
     self._make_room()
     block = self._decode(params)
+    launched("decode", block)
     self._reader.wait()  # So that either's time is its own.
     begun = time.monotonic()
     made = rows.Made(block, version)
-    for _, row in self._running():  # What can be done while devices work.
+    for _, row in self._space.running():  # What can be done while devices work.
       row.read()
     active, used = jax.device_get((block.active, block.made))
     self._decode_s += time.monotonic() - begun
@@ -299,10 +315,10 @@ class Engine:
     self, active: np.ndarray, used: np.ndarray, made: rows.Made
   ) -> list[types.Completion]:
     """Takes out what has ended in a block, by itself or a stop string."""
-    done, cut = [], {}
-    for _, row in self._held() if self._waiting else ():
+    done, cut, self.seats = [], {}, []
+    for _, row in self._space.held() if self._waiting else ():
       row.waited += self._cfg.block
-    for index, row in self._running():
+    for index, row in self._space.running():
       row.unread.append((made, index))
       self._decoded += int(used[index]) - row.used
       row.used = int(used[index])
@@ -311,6 +327,7 @@ class Engine:
         continue
       row.read()
       done.append(row.finished())
+      self.seats.append((index, row.uid, row.since, len(row.tokens)))
       row.held = row.request.hold
       if active[index] or (stopped and row.held):
         cut[index] = len(row.tokens) if row.held else 0
@@ -325,12 +342,12 @@ class Engine:
     """Fills idle rows, as far as prompts are read and there are pages."""
     self._resume()
     joining: list[rows.Joining] = []
-    idle = not self._running()
+    idle = not self._space.running()
     while self._waiting and (None in self._rows or self._let_go(idle)):
       first = self._waiting[0]
       if not first.ready:
         self._reader.read(params, first, self._waiting, self._size.group)
-        if not first.ready and self._running():
+        if not first.ready and self._space.running():
           break  # The next chunk after a block of the others.
         continue
       at = [] if self._crowded else self._space.places(first)
@@ -346,7 +363,7 @@ class Engine:
 
   def _resume(self) -> None:
     """Has held rows go on where a request continues them."""
-    held = {row.uid: (index, row) for index, row in self._held()}
+    held = {row.uid: (index, row) for index, row in self._space.held()}
     going: list[tuple[int, rows.Row]] = []
     stale = {}
     for waiting in self._waiting if held else ():
@@ -359,7 +376,7 @@ class Engine:
           continue
         waiting.rows.remove(row)
         row.tag, row.age, row.used = old.tag, old.age, old.used
-        row.scored = old.scored
+        row.scored, row.since = old.scored, time.monotonic()
         self._rows[index] = row
         going.append((index, row))
     self._cut(stale)
@@ -377,17 +394,10 @@ class Engine:
 
     Those that are due, or where nothing else runs any.
     """
-    held = sorted(self._held(), key=lambda pair: pair[1].age)
     wanted = sum(len(waiting.rows) for waiting in self._waiting)
-    out = [index for index, row in held if row.is_due or idle][:wanted]
+    out = self._space.due(idle)[:wanted]
     self._cut(dict.fromkeys(out, 0))
     return bool(out)
-
-  def _running(self) -> list[tuple[int, rows.Row]]:
-    return [(i, r) for i, r in enumerate(self._rows) if r and not r.held]
-
-  def _held(self) -> list[tuple[int, rows.Row]]:
-    return [(i, r) for i, r in enumerate(self._rows) if r and r.held]
 
   def _make_room(self) -> None:
     """Has the youngest rows wait until the others have pages for a block."""
@@ -395,10 +405,7 @@ class Engine:
       return
     for part in range(self._size.parts):
       while self._space.need(part) > self._space.free(part):
-        here = self._space.taken(part)
-        # What is only held goes first, the oldest of it.
-        held = min((r for r in here if r.held), key=_AGE, default=None)
-        row = held or max(here, key=_AGE)
+        row = self._space.victim(part)
         if not row.held:
           self._crowded = True
           row.read()
@@ -415,13 +422,8 @@ class Engine:
 
   def _rebuild(self) -> None:
     """Has every row wait, to read what it has made again, before all others."""
-    running = self._running()
-    first: dict[int, int] = {}
-    for _, row in sorted(running, key=lambda pair: pair[1].age):
-      first.setdefault(id(row.request), row.age)
-    for _, row in sorted(
-      running, key=lambda pair: (first[id(pair[1].request)], pair[1].age)
-    )[::-1]:
+    running = self._space.by_request()
+    for _, row in running[::-1]:
       row.read()
       self._put_back(row)
     self._cut({index: 0 for index, _ in running})
@@ -434,6 +436,7 @@ class Engine:
     for index, row in zip(group.at, group.rows, strict=True):
       row.tag, row.age, row.used = group.tag(self._size), self._begun, 0
       row.scored = row.scored or group.waiting.scored
+      row.since = time.monotonic()
       self._begun += 1
       self._rows[index] = row
     if joining and not group.fits(joining):

@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from jaxrl_post import types
 from jaxrl_post.sampling import server as servers
@@ -50,7 +50,15 @@ class _Debt:
 
 
 class Fleet:
-  """Has the methods of an engine, over several members."""
+  """Has the methods of an engine, over several members.
+
+  Attributes:
+    between: all the time of a step is taken for busy: some member has work.
+    seats: none: whose rows the members have, only they know.
+  """
+
+  between = "busy"
+  seats: tuple[types.Seat, ...] = ()
 
   def __init__(
     self, members: Sequence[Member], *, rows: int, stall_s: float
@@ -170,12 +178,18 @@ class Fleet:
     with self._changed:
       self._waiting.append(request)
 
-  def step(self, params: types.Tree, version: int) -> list[types.Completion]:
+  def step(
+    self,
+    params: types.Tree,
+    version: int,
+    launched: Callable[[str, Any], None] | None = None,
+  ) -> list[types.Completion]:
     """Sends what is queued and collects what has come back.
 
     Args:
       params: not read: members have what `publish` gave them.
       version: likewise.
+      launched: likewise: their programs are not seen from here.
 
     Returns:
       Completions of training orders, by uid; none after a short wait.
@@ -183,7 +197,7 @@ class Fleet:
     Raises:
       RunError: a member failed for good, or none reported for `stall_s`.
     """
-    del params, version
+    del params, version, launched
     with self._changed:
       while self._waiting:
         self._send(self._waiting.popleft(), evaluation=False)

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ class Reader:
     buckets: padded lengths of prompts.
     tokens: of prompts that were read, without padding.
     seconds: from the first launch of such reading to its end, as `wait` saw it.
+    launched: told of every call, see `engine.Engine.step`.
   """
 
   def __init__(
@@ -64,6 +65,7 @@ class Reader:
     self._dispatch = dispatch
     self._tag = 0
     self.tokens, self.seconds = 0, 0.0
+    self.launched: Callable[[str, Any], None] = lambda name, result: None
     # Since when something is being read, and what was launched last.
     self._since: float | None = None
     self._last: prefixes.Prefix | None = None
@@ -150,6 +152,7 @@ class Reader:
   def _launched(self, prefix: prefixes.Prefix, count: int) -> None:
     self._last = prefix
     self.tokens += count
+    self.launched("prefill", prefix)
 
   def _shape(self, bucket: int) -> tuple[int, int]:
     """Returns prompts and tokens of a call."""

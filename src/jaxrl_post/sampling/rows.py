@@ -92,6 +92,7 @@ class Row:
     stopped: whether a stop string has ended it.
     scored: its prompt, as it was first read; None if not asked for.
     held: whether it has ended and stays in the cache.
+    since: when it got its row, by time.monotonic().
     waited: how long others have waited while it was held, in tokens that its
       row could have made.
   """
@@ -114,6 +115,7 @@ class Row:
   stopped: bool = False
   scored: Scored | None = None
   held: bool = False
+  since: float = 0.0
   waited: int = 0
 
   def read(self) -> None:

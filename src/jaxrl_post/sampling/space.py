@@ -1,9 +1,12 @@
 """Which rows and pages are free, as the host counts them from the rows."""
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 from jaxrl_post.sampling import pages, rows
+
+_AGE = operator.attrgetter("age")
 
 
 class Space:
@@ -36,6 +39,41 @@ class Space:
       size.pages >= size.rows * size.row_pages
       and size.pool_pages >= size.rows * size.prompt_pages
     )
+
+  def running(self) -> list[tuple[int, rows.Row]]:
+    """Returns the rows that make tokens, with their places."""
+    return [(i, r) for i, r in enumerate(self._rows) if r and not r.held]
+
+  def held(self) -> list[tuple[int, rows.Row]]:
+    """Returns the rows that have ended and stay in the cache."""
+    return [(i, r) for i, r in enumerate(self._rows) if r and r.held]
+
+  def by_request(self) -> list[tuple[int, rows.Row]]:
+    """Returns `running` by age, those of one request side by side."""
+    running = sorted(self.running(), key=lambda pair: pair[1].age)
+    first: dict[int, int] = {}
+    for _, row in running:
+      first.setdefault(id(row.request), row.age)
+    # The sort is stable: within a request it stays by age.
+    return sorted(running, key=lambda pair: first[id(pair[1].request)])
+
+  def due(self, idle: bool) -> list[int]:
+    """Returns places of held rows that may be freed, the oldest first.
+
+    Args:
+      idle: whether nothing runs; then all may.
+    """
+    held = sorted(self.held(), key=lambda pair: pair[1].age)
+    return [index for index, row in held if row.is_due or idle]
+
+  def victim(self, part: int) -> rows.Row:
+    """Returns the row of a part that waits for the others when pages end.
+
+    What is only held goes first, the oldest of it; else the youngest.
+    """
+    here = self.taken(part)
+    held = min((r for r in here if r.held), key=_AGE, default=None)
+    return held or max(here, key=_AGE)
 
   def places(self, waiting: rows.Waiting) -> list[int]:
     """Returns idle rows for the next completions of a prompt, in one part.
