@@ -19,8 +19,9 @@ PAUSE_S = 0.3
 STAGES = {1: "training", 2: "generation"}
 # A step of the demo, `experiments/tiny.py`, on two cores.
 STEP_S = 0.14
-# What a span with its event may take: tests/unit/clock_test.py.
-SPAN_S = 50e-6
+# What a span with its event may take, twice of what it does there, and a number
+# of the queue; tests/unit/clock_test.py holds it to what any machine can do.
+SPAN_S, COUNT_S = 20e-6, 10e-6
 TRUSTED = 0.01
 
 SPLIT = (
@@ -87,8 +88,9 @@ def test_each_second_is_in_an_account_and_in_the_trace(tmp_path, settings):
   steps = {e["args"]["step"] for e in found if e["name"] == "update"}
   assert steps == {1, 2, 3, 4}
   # All of it costs less than 1 % of a step.
-  count = sum(e["ph"] in "XC" for e in found) / 4
-  assert count * SPAN_S < 0.01 * STEP_S
+  seconds = {"X": SPAN_S, "C": COUNT_S}
+  cost = sum(seconds.get(e["ph"], 0.0) for e in found) / 4
+  assert cost < 0.01 * STEP_S
 
 
 def test_a_continued_run_has_one_trace_with_captures_and_rows(

@@ -477,19 +477,20 @@ from jaxrl_post.runtime import clock, trace
 clk = clock.Clock(("training",), trace=trace.Trace(sys.argv[1]))
 clk.start()
 costs = []
-for _ in range(9):
+for _ in range(50):
   begun = time.thread_time()
-  for _ in range(300):
+  for _ in range(60):
     with clk.span("training", "wait/host", "pack"):
       pass
-  costs.append((time.thread_time() - begun) / 300)
+  costs.append((time.thread_time() - begun) / 60)
 clk.close()
 print(min(costs))
 """
 
 
 def test_a_span_with_its_event_costs_less_than_50_microseconds(tmp_path):
-  # In a process of its own: here every call has its types checked.
+  # In a process of its own: here every call has its types checked. It is about
+  # 10 microseconds; a machine that does other things takes longer.
   done = subprocess.run(
     [sys.executable, "-c", COST, str(tmp_path)],
     capture_output=True,
@@ -499,4 +500,4 @@ def test_a_span_with_its_event_costs_less_than_50_microseconds(tmp_path):
     timeout=60,
   )
   assert float(done.stdout) < 50e-6
-  assert len(events(tmp_path)) > 2700
+  assert len(events(tmp_path)) > 3000

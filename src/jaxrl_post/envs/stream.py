@@ -275,7 +275,6 @@ class Stream:
 
   def _take(self, uids: tuple[int, ...]) -> list[types.Group]:
     groups = self._work.take(uids)
-    self._clock.count(**self._work.queue())
     # What no clock decides, if that is asked for.
     fixed = self._cut if self._plan.defers else None
     self.booked = self.ledger if fixed is None else fixed.ledger
@@ -392,11 +391,11 @@ class Stream:
 
   def _admit(self) -> None:
     """Fills the engine as far as the window allows."""
+    before = self.ledger
     while self._may_admit():
       self._engine.add(self._work.admit())
+    if self.ledger is not before:
       self._moved()
-    if self._work.exhausted:
-      self._changed.notify_all()
 
   def _idles_for(self) -> str:
     return self._work.idles_for(self._current)
@@ -425,7 +424,6 @@ class Stream:
       self._note(events.Run())
       rollouts = self._work.book(completions)
       self._moved()
-      self._clock.count(**self._work.queue())
     self._submit(rollouts)
 
   def _submit(self, rollouts: list[types.Rollout]) -> None:
@@ -496,5 +494,6 @@ class Stream:
       self._log.write(event)
 
   def _moved(self) -> None:
+    self._clock.count(**self._work.queue())
     self._progress = time.monotonic()
     self._changed.notify_all()

@@ -37,8 +37,12 @@ class Profile:
       return
     first, last = self._steps
     if self._begun is None and first <= step <= last:
+      options = jax.profiler.ProfileOptions()
+      options.python_tracer_level = 0  # Each call of Python: of no use here.
       with self._clock.span("training", "wait/host", "profile"):
-        jax.profiler.start_trace(self._folder / FOLDER)
+        jax.profiler.start_trace(
+          self._folder / FOLDER, profiler_options=options
+        )
       self._begun = time.monotonic()
     elif step > last:
       self.close()

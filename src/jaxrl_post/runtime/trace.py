@@ -6,7 +6,7 @@ allows, so that a run that was killed leaves a whole trace. Times are
 microseconds since T = 0, the first admission. docs/metrics.md has the events.
 """
 
-import dataclasses
+import functools
 import json
 import logging
 import os
@@ -14,7 +14,7 @@ import pathlib
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_post.runtime import folder as folder_lib
 
@@ -29,11 +29,11 @@ _TIMES = re.compile(r'"ts":([\d.]+)(?:,"dur":([\d.]+))?')
 
 # One encoder for all: to make one takes longer than to write an event.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_quoted = functools.lru_cache(_encode)
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
   """Something that took time.
 
   Attributes:
@@ -117,18 +117,16 @@ class Trace:
     if self._file is None:
       return
     begin = round(event.begin * 1e6, 1)
-    self._write(
-      {
-        "name": event.name,
-        "cat": event.kind,
-        "ph": "X",
-        "ts": begin,
-        # The end and not the length is rounded: neighbours then meet.
-        "dur": round(round(event.end * 1e6, 1) - begin, 1),
-        "pid": 1,
-        "tid": self._lane(event.lane, event.beside),
-        "args": {"step": self.step, **(event.args or {})},
-      }
+    # The end and not the length is rounded: neighbours then meet.
+    length = round(round(event.end * 1e6, 1) - begin, 1)
+    tid = self._lane(event.lane, event.beside)
+    args = {"step": self.step, **event.args} if event.args else None
+    more = _encode(args) if args else f'{{"step":{self.step}}}'
+    # By hand, as it is a third of the time of an encoder.
+    self._write_line(
+      f'{{"name":{_quoted(event.name)},"cat":"{event.kind}","ph":"X",'
+      f'"ts":{begin},"dur":{length},"pid":1,"tid":{tid},"args":{more}}},\n',
+      begin,
     )
 
   def count(self, name: str, at: float, values: Mapping[str, float]) -> None:
@@ -160,14 +158,16 @@ class Trace:
     return tid
 
   def _write(self, event: Mapping[str, Any]) -> None:
+    self._write_line(f"{_encode(event)},\n", event.get("ts", 0.0))
+
+  def _write_line(self, line: str, at: float) -> None:
     if self._file is None:
       return
-    line = _encode(event) + ",\n"
     self._size += len(line)
     full = self._size > self._max
     if full:
       name = f"the trace ends here: {self._max} bytes"
-      last = {"name": name, "ph": "i", "s": "g", "ts": event.get("ts", 0)}
+      last = {"name": name, "ph": "i", "s": "g", "ts": at}
       line = _encode({**last, "pid": 1, "tid": 0}) + ",\n"
     try:
       self._file.write(line)
