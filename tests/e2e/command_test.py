@@ -34,6 +34,7 @@ WRONG = {
   "an experiment to report on": (
     ("--mode=report", "run"),
     "--exp: expected none with --mode=report",
+  ),
   "unknown writer": (
     ("--writers=tensorboard,csv",),
     "--writers: expected ",
