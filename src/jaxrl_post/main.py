@@ -18,6 +18,8 @@ import jax
 from absl import app, flags, logging
 
 from jaxrl_post import collect, config, loop, prepare, roles, serve, types
+from jaxrl_post.planning import plan as planning
+from jaxrl_post.planning import simulate
 from jaxrl_post.runtime import (
   compare,
   folder,
@@ -45,13 +47,22 @@ _WORKDIR = flags.DEFINE_string(
 _MODE = flags.DEFINE_enum(
   "mode",
   "train",
-  ["train", "eval", "rollout", "serve", "dry_run", "report", "compare"],
+  ["train", "eval", "rollout", "serve", "dry_run", "report", "compare", "plan"],
   "train; eval tests the newest checkpoint of --workdir, or the first weights "
   "without it; rollout samples and scores num_steps batches with them, trains "
   "none, and writes a dump; serve answers requests over gRPC with them; "
   "dry_run only checks and prints; report RUN [EARLIER] diagnoses a finished "
   "run, by its folder, and writes report.html there; compare A B [C...] says "
-  "of finished runs whether a change from A worked.",
+  "of finished runs whether a change from A worked; plan RUN... simulates other "
+  "placements, sizes and lags with what they cost, and recommends one.",
+)
+_PLAN = flags.DEFINE_string(
+  "plan",
+  None,
+  "A file of costs: --mode=plan writes it, --mode=train logs plan/error by it.",
+)
+_DEVICES = flags.DEFINE_integer(
+  "devices", None, "With --mode=plan, how many to plan for.", lower_bound=1
 )
 _PORT = flags.DEFINE_integer(
   "port",
@@ -108,6 +119,13 @@ _READERS: dict[
 ] = {
   "report": (1, 2, report.report),
   "compare": (2, 26, compare.text),
+  "plan": (
+    1,
+    None,
+    lambda paths: planning.text(
+      paths, devices=_DEVICES.value, save=_PLAN.value
+    ),
+  ),
 }
 _INPUT_ERROR = 2
 _ADVICE = "; the same command goes on from the newest checkpoint, if any"
@@ -128,6 +146,7 @@ def main(argv: Sequence[str]) -> int:
   stopper = signals.Stopper(_ADVICE if train else "", work)
   signals.listen(stopper.heard)
   try:
+    _check_plan()
     if _MODE.value in _READERS:
       return _read(argv[1:])
     return _run(stopper)
@@ -143,6 +162,19 @@ def main(argv: Sequence[str]) -> int:
   except SystemExit as error:  # of an experiment or a library, with any code
     print(f"error: something called exit({error.code})", file=sys.stderr)
     return 1
+
+
+def _check_plan() -> None:
+  """Refuses what only planning reads."""
+  for name, value, modes in (
+    ("plan", _PLAN.value, ("plan", "train")),
+    ("devices", _DEVICES.value, ("plan",)),
+  ):
+    if value is not None and _MODE.value not in modes:
+      raise types.InputError(
+        f"--{name}: expected none with --mode={_MODE.value}, got {value}. "
+        "Leave it out, or plan."
+      )
 
 
 def _read(names: Sequence[str]) -> int:
@@ -261,10 +293,13 @@ def _run_in(
     return _rollout(hosts, cfg, parts)
   if _MODE.value == "serve":
     return _serve(hosts, cfg, parts)
+  expected = _expected(hosts, cfg)
   with contextlib.ExitStack() as stack:
     path = hosts.share(lambda: _open(cfg, stack))
     prepare.check_follow(cfg, path)
     _say(hosts, f"run folder: {path}")
+    if expected is not None and hosts.is_head:
+      planning.note(path, expected)
     state = loop.run(cfg, parts, path, hosts, watch=watch)
     if hosts.stopping and int(state.step) < cfg.num_steps:
       _say(hosts, f"stopped by {hosts.stopping}; the same command continues")
@@ -272,6 +307,19 @@ def _run_in(
       _say(hosts, summary.text(summary.read(path)))
     _say(hosts, f"run folder: {path}")
   return 0
+
+
+def _expected(
+  hosts: hosts_lib.Hosts, cfg: config.Run
+) -> simulate.Outcome | None:
+  """Says what --plan expects of the run."""
+  if _PLAN.value is None:
+    return None
+  tree, count = config.to_json(cfg), jax.device_count()
+  expected = planning.predict(_PLAN.value, tree, count)
+  rate = expected.consumed_per_device_hour
+  _say(hosts, f"planned: {rate:.0f} rollouts consumed per device-hour")
+  return expected
 
 
 def _check_same(

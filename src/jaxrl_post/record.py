@@ -1,5 +1,7 @@
 """Puts the numbers of a step together and shows them."""
 
+import json
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +21,11 @@ from jaxrl_post.runtime import (
   progress,
   writers,
 )
+
+# In a run folder: what the run is expected to give, if it was planned.
+PLAN_FILE = "plan.json"
+# Steps of a process that are not compared with it: they compile.
+_COLD_STEPS = 3
 
 
 class Recorder:
@@ -61,6 +68,9 @@ class Recorder:
     for port in self._writers.ports:
       print(f"metrics: http://127.0.0.1:{port}/metrics", flush=True)
     self._is_trusted = True
+    self._expected = expected(folder)
+    self._warm: tuple[int, float] | None = None
+    self._first = 0
     self._consumed = self._trained = 0
     self._skipped_in_a_row = 0
     self._version = 0
@@ -96,7 +106,7 @@ class Recorder:
     self._log.truncate(step + 1 if step else 0)
     if self._dumps:
       dump.cut(self._dump, step)
-    self._version = version
+    self._version, self._first = version, step
     if not step and values:
       self._log.step(0, values)
       self._writers.step(0, values)
@@ -180,6 +190,7 @@ class Recorder:
       counts, self._devices["held"], line["time/seconds"]
     )
     self._check_accounts(step, line["accounting/residual"])
+    line |= self._error(step, line["time/seconds"])
     self._log.step(step, line)
     self._writers.step(step, line)
     self._log.rollouts(step, groups, self._cfg.logged_groups)
@@ -218,6 +229,17 @@ class Recorder:
         100 * residual,
       )
 
+  def _error(self, step: int, seconds: float) -> dict[str, float]:
+    """Compares what was expected with what there is, of throughput."""
+    if self._expected is None:
+      return {}
+    if step - self._first == _COLD_STEPS:
+      self._warm = step, seconds
+    if self._warm is None or step == self._warm[0]:
+      return {"plan/error": math.nan}
+    measured = (seconds - self._warm[1]) / (step - self._warm[0])
+    return {"plan/error": measured / self._expected - 1}
+
   def _check_skipped(self, step: int, line: Mapping[str, float]) -> None:
     bad = line["loss/bad_updates"] > 0
     if bad:
@@ -238,6 +260,36 @@ class Recorder:
         f"(optim.max_skipped={most}). The newest checkpoint is of good "
         "weights. Lower the learning rate, in a new folder."
       )
+
+
+def expected(folder: pathlib.Path) -> float | None:
+  """Returns the seconds that a step of a run was planned to take.
+
+  Args:
+    folder: of the run.
+
+  Returns:
+    None if nothing was planned.
+
+  Raises:
+    InputError: `PLAN_FILE` is damaged.
+  """
+  path = folder / PLAN_FILE
+  if not path.exists():
+    return None
+  try:
+    value = float(json.loads(path.read_text(encoding="utf-8"))["step_s"])
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise types.InputError(
+      f"{path}: expected step_s, in seconds, got {error!r}. Delete the file, "
+      "or start with --plan again."
+    ) from error
+  if not 0 < value < math.inf:
+    raise types.InputError(
+      f"{path}: expected step_s above 0 seconds, got {value}. Delete the file, "
+      "or start with --plan again."
+    )
+  return value
 
 
 class Silent:

@@ -17,7 +17,7 @@ LEVELS = (
   ("roles",),
   ("generation",),
   ("loop",),
-  ("collect", "serve"),
+  ("collect", "serve", "planning"),
   ("main",),
   ("__init__",),
 )

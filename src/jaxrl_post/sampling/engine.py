@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.sampling import programs, reader, rows, space, steps
+from jaxrl_post.sampling import programs, reader, rows, space, steps, tally
 
 # Below it, logits divided by the temperature leave float32.
 _COLDEST = 0.01
@@ -178,7 +178,7 @@ class Engine:
     self._weights = programs.LaidOut(compiled.layout)
     self._crowded = False
     self._begun = 0
-    self._decoded, self._decode_s = 0, 0.0
+    self._tally = tally.Tally()
     self._has_cache = False  # Even if a launch has lost it.
     self.seats: list[types.Seat] = []
 
@@ -220,16 +220,16 @@ class Engine:
     """Returns what the engine has done since it was made.
 
     Returns:
-      `engine/prefill_tokens`, tokens of prompts that were read, and
-      `engine/prefill_s`, how long it took; `engine/decode_tokens`, tokens of
-      completions that went through blocks, those of before a break again, and
-      `engine/decode_s`.
+      `engine/prefill_tokens`, tokens of prompts that were read, in
+      `engine/prefill_calls`, and `engine/prefill_s`, how long it took; of
+      blocks see `tally.Tally`: a continued completion's first tokens go through
+      them again.
     """
     return {
       "engine/prefill_tokens": float(self._reader.tokens),
+      "engine/prefill_calls": float(self._reader.calls),
       "engine/prefill_s": self._reader.seconds,
-      "engine/decode_tokens": float(self._decoded),
-      "engine/decode_s": self._decode_s,
+      **self._tally.metrics(),
     }
 
   def partials(self) -> tuple[types.Partial, ...]:
@@ -302,7 +302,7 @@ class Engine:
     for _, row in self._space.running():  # What can be done while devices work.
       row.read()
     active, used = jax.device_get((block.active, block.made))
-    self._decode_s += time.monotonic() - begun
+    self._tally.seconds += time.monotonic() - begun
     done = self._settle(active, used, made)
     if not self.busy:
       self._weights.drop()  # Whoever brings newer ones may free them.
@@ -316,11 +316,12 @@ class Engine:
   ) -> list[types.Completion]:
     """Takes out what has ended in a block, by itself or a stop string."""
     done, cut, self.seats = [], {}, []
+    running = self._space.running()
+    self._tally.add([int(used[i]) - row.used for i, row in running])
     for _, row in self._space.held() if self._waiting else ():
       row.waited += self._cfg.block
     for index, row in self._space.running():
       row.unread.append((made, index))
-      self._decoded += int(used[index]) - row.used
       row.used = int(used[index])
       stopped = row.stop(self._text)
       if active[index] and not stopped:

@@ -36,6 +36,7 @@ class Reader:
   Attributes:
     buckets: padded lengths of prompts.
     tokens: of prompts that were read, without padding.
+    calls: in which they were.
     seconds: from the first launch of such reading to its end, as `wait` saw it.
     launched: told of every call, see `engine.Engine.step`.
   """
@@ -64,8 +65,8 @@ class Reader:
     self._most = most
     self._dispatch = dispatch
     self._tag = 0
-    self.tokens, self.seconds = 0, 0.0
     self.launched: Callable[[str, Any], None] = lambda name, result: None
+    self.tokens, self.calls, self.seconds = 0, 0, 0.0
     # Since when something is being read, and what was launched last.
     self._since: float | None = None
     self._last: prefixes.Prefix | None = None
@@ -153,6 +154,7 @@ class Reader:
     self._last = prefix
     self.tokens += count
     self.launched("prefill", prefix)
+    self.calls += 1
 
   def _shape(self, bucket: int) -> tuple[int, int]:
     """Returns prompts and tokens of a call."""

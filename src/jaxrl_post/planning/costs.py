@@ -1,0 +1,338 @@
+"""What decides how fast a run is: its sizes, and what each part costs."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxrl_post import types
+from jaxrl_post.placement import mesh, settings
+from jaxrl_post.runtime import folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """The sizes of a run; fields are named as the settings that they are of.
+
+  Attributes:
+    mode: "colocated", "split" or "roles", as `placement.mode`.
+    training: devices that train.
+    generation: devices that generate; when colocated the same ones.
+    idle: devices that neither side uses.
+    groups_per_step: groups in a batch.
+    group_size: rollouts of a group.
+    max_lag: bound on the lag.
+    rows: completions in flight.
+    block: tokens of a dispatch.
+    max_tokens: longest completion.
+    max_prompt: longest prompt, in tokens.
+    prefill_tokens: most tokens of a call that reads prompts.
+    drain: whether newer weights wait until nothing is in flight.
+    asynchronous: whether generation has a thread of its own.
+    fixed_training: whether the sizes of all axes that train are written out.
+    fixed_generation: likewise of those that generate.
+  """
+
+  mode: Literal["colocated", "split", "roles"] = "colocated"
+  training: int = 1
+  generation: int = 1
+  idle: int = 0
+  groups_per_step: int = 8
+  group_size: int = 8
+  max_lag: int = 1
+  rows: int = 64
+  block: int = 8
+  max_tokens: int = 32
+  max_prompt: int = 32
+  prefill_tokens: int = 512
+  drain: bool = False
+  asynchronous: bool = True
+  fixed_training: bool = False
+  fixed_generation: bool = False
+
+  def __post_init__(self) -> None:
+    _check_types(self, "setting")
+    for field in dataclasses.fields(self):
+      least = 0 if field.name in ("idle", "max_lag") else 1
+      value = getattr(self, field.name)
+      if field.type is int and value < least:
+        _refuse(f"setting.{field.name}", f"a number from {least} on", value)
+    modes = ("colocated", "split", "roles")
+    if self.mode not in modes:
+      _refuse("setting.mode", f"one of {', '.join(modes)}", self.mode)
+    if self.mode == "colocated" and self.training != self.generation:
+      _refuse(
+        "setting.generation",
+        f"the {self.training} devices that train, when colocated",
+        self.generation,
+      )
+
+  @property
+  def devices(self) -> int:
+    """All that the run holds."""
+    used = self.training + (self.mode != "colocated") * self.generation
+    return used + self.idle
+
+  @property
+  def rollouts(self) -> int:
+    """Of a batch."""
+    return self.groups_per_step * self.group_size
+
+  @property
+  def positions(self) -> int:
+    """Tokens that a batch has room for, with a prompt once a group."""
+    prompts = self.groups_per_step * self.max_prompt
+    return self.rollouts * self.max_tokens + prompts
+
+  @property
+  def prompts(self) -> int:
+    """Prompts that are read in one call."""
+    groups = -(-self.rows // self.group_size)
+    return min(max(1, self.prefill_tokens // self.max_prompt), groups)
+
+  @property
+  def calls(self) -> int:
+    """Calls that it takes to read `prompts` of them."""
+    return max(1, -(-self.max_prompt // self.prefill_tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+  """Seconds of what a run does, each where nothing else runs beside it.
+
+  A cost "of a row" adds to that of the whole for each of its rows, and so on.
+
+  Attributes:
+    column_s: a pass through the model for one token of each row of the engine.
+    row_s: of it, of a row of a generation device.
+    block_s: of the host, of a block.
+    rollout_s: of the host, of a completion.
+    call_s: a call that reads prompts.
+    read_s: of it, of a token that it has room for.
+    update_s: to score and train a batch.
+    position_s: of it, of a position of the batch, on one device.
+    efficiency: of doubling the devices that train, in (0, 1]: d of them are
+      `d * efficiency ** log2(d)` times as fast as one.
+    publish_s: from the update to the weights' being there.
+    take_s: of generation, until it samples with them.
+    reward_s: from the end of a group to its rewards, whatever their number.
+    host_s: of training, a step: to write metrics, save, evaluate.
+    left: share of groups that leave untrained, as without signal; below 1.
+    colocated: how many times as long work takes while the other stage works
+      too, when colocated: 2 is taking turns.
+    split: likewise when split or in roles: 1 is not to notice.
+    lengths: a sample of the lengths of completions, in tokens.
+  """
+
+  column_s: float
+  update_s: float
+  lengths: tuple[int, ...]
+  row_s: float = 0.0
+  block_s: float = 0.0
+  rollout_s: float = 0.0
+  call_s: float = 0.0
+  read_s: float = 0.0
+  position_s: float = 0.0
+  efficiency: float = 0.9
+  publish_s: float = 0.0
+  take_s: float = 0.0
+  reward_s: float = 0.0
+  host_s: float = 0.0
+  left: float = 0.0
+  colocated: float = 2.0
+  split: float = 1.0
+
+  def __post_init__(self) -> None:
+    _check_types(self, "costs")
+    for name in (f.name for f in dataclasses.fields(self)):
+      value = getattr(self, name)
+      if name.endswith("_s") and not 0 <= value < math.inf:
+        _refuse(f"costs.{name}", "seconds, at least 0", value)
+    rules = (
+      ("column_s + row_s", self.column_s + self.row_s > 0, "more than 0"),
+      ("update_s + position_s", self.update_s + self.position_s > 0, "as well"),
+      ("efficiency", 0 < self.efficiency <= 1, "a number in (0, 1]"),
+      ("left", 0 <= self.left < 1, "a share in [0, 1)"),
+      ("colocated", 1 <= self.colocated < math.inf, "at least 1"),
+      ("split", 1 <= self.split < math.inf, "at least 1"),
+    )
+    for name, holds, rule in rules:
+      if not holds:
+        _refuse(f"costs.{name}", rule, getattr(self, name, 0))
+    if min(self.lengths, default=0) < 1:
+      _refuse("costs.lengths", "at least one, each from 1 on", self.lengths)
+
+  def column(self, setting: Setting) -> float:
+    """Returns the seconds of one token of every row."""
+    return self.column_s + self.row_s * setting.rows / setting.generation
+
+  def call(self, setting: Setting) -> float:
+    """Returns the seconds of reading the prompts of one call."""
+    tokens = setting.prompts * setting.max_prompt
+    return setting.calls * self.call_s + self.read_s * tokens
+
+  def update(self, setting: Setting) -> float:
+    """Returns the seconds of scoring and training a batch."""
+    return self.update_s + self.position_s * setting.positions / speed(
+      setting.training, self.efficiency
+    )
+
+  def slowdown(self, setting: Setting) -> float:
+    """Returns how many times as long work takes beside the other stage."""
+    return self.colocated if setting.mode == "colocated" else self.split
+
+
+def speed(devices: int, efficiency: float) -> float:
+  """Returns how many times as fast as one so many devices train."""
+  return devices * efficiency ** math.log2(devices)
+
+
+def setting(tree: Mapping[str, Any], devices: int) -> Setting:
+  """Returns the sizes of a run.
+
+  Args:
+    tree: its configuration, as in config.json.
+    devices: all that it holds.
+
+  Raises:
+    InputError: it is no configuration, it has no place on so many devices, or
+      it runs in a way that is not simulated.
+  """
+  try:
+    stream, sampling = tree["stream"], tree["sampling"]
+    for name, wanted in (("deterministic", False), ("on_stale", "wait")):
+      if stream[name] != wanted:
+        _refuse(f"stream.{name}", f"{wanted}, which alone is simulated", "not")
+    place = placement(tree["placement"])
+    others = 0
+    if place.mode == "roles":
+      roles = place.processes
+      others = roles.generation_replicas * roles.replica_devices
+    share = mesh.shares(place, devices - others)
+    return Setting(
+      mode=place.mode,
+      training=share.training,
+      generation=share.generation,
+      idle=share.idle,
+      groups_per_step=tree["groups_per_step"],
+      group_size=tree["group_size"],
+      max_lag=tree["max_lag"],
+      max_prompt=tree["data"]["max_prompt"],
+      drain=sampling["in_flight"] == "drain",
+      asynchronous=stream["asynchronous"],
+      fixed_training=-1 not in dataclasses.astuple(place.training),
+      fixed_generation=-1 not in dataclasses.astuple(place.generation),
+      **{
+        name: sampling[name]
+        for name in ("rows", "block", "max_tokens", "prefill_tokens")
+      },
+    )
+  except (KeyError, TypeError, AttributeError) as error:
+    raise types.InputError(
+      f"{folder.CONFIG_FILE}: expected the settings of a run, got {error} "
+      "that is missing or of another kind. Run it again with this version."
+    ) from error
+
+
+def placement(tree: Mapping[str, Any]) -> mesh.Placement:
+  """Returns the placement of a configuration in the form of config.json."""
+
+  def fields(node: Mapping[str, Any]) -> dict[str, Any]:
+    values = {k: v for k, v in node.items() if k != "class"}
+    return {
+      k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+    }
+
+  roles = tree["roles"]
+  return mesh.Placement(
+    **{
+      **fields(tree),
+      "training": mesh.TrainingAxes(**fields(tree["training"])),
+      "generation": mesh.GenerationAxes(**fields(tree["generation"])),
+      "publish": settings.Publishing(**fields(tree["publish"])),
+      "roles": None if roles is None else settings.Roles(**fields(roles)),
+    }
+  )
+
+
+def write(path: str | os.PathLike[str], given: Setting, found: Costs) -> None:
+  """Writes sizes and costs, for `read`.
+
+  Raises:
+    InputError: it cannot be written there.
+  """
+  tree = {
+    "setting": dataclasses.asdict(given),
+    "costs": dataclasses.asdict(found),
+  }
+  try:
+    folder.write(path, json.dumps(tree, indent=2) + "\n")
+  except OSError as error:
+    raise types.InputError(
+      f"--plan: expected a file that can be written, got {path} "
+      f"({error.strerror}). Choose another."
+    ) from error
+
+
+def read(path: str | os.PathLike[str]) -> tuple[Setting, Costs]:
+  """Reads sizes and costs: of `write`, or written by hand.
+
+  Raises:
+    InputError: the file is not there, or not of this form.
+  """
+  try:
+    tree = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+  except (OSError, ValueError) as error:
+    raise types.InputError(
+      f"{path}: expected a JSON file with setting and costs, got none: "
+      f"{' '.join(str(error).split())}. docs/planning.md shows one."
+    ) from error
+  if not isinstance(tree, dict) or tree.keys() != {"setting", "costs"}:
+    _refuse(f"{path}", "an object with setting and costs", _short(tree))
+  try:
+    found = Costs(**_listed(tree["costs"]))
+    return Setting(**_listed(tree["setting"])), found
+  except TypeError as error:
+    raise types.InputError(
+      f"{path}: expected the fields of docs/planning.md, got others: {error}. "
+      "Correct the file."
+    ) from error
+  except types.InputError as error:
+    raise types.InputError(f"{path}: {error}") from error
+
+
+def _listed(node: Any) -> dict[str, Any]:
+  if not isinstance(node, dict):
+    _refuse("setting, costs", "objects", _short(node))
+  return {k: tuple(v) if isinstance(v, list) else v for k, v in node.items()}
+
+
+def _check_types(node: Any, place: str) -> None:
+  """Refuses values of another type than their field's; JSON has any."""
+  for field in dataclasses.fields(node):
+    value = getattr(node, field.name)
+    if field.name == "lengths":
+      ok = isinstance(value, tuple) and all(type(n) is int for n in value)
+      rule = "a list of whole numbers"
+    elif field.type is float:
+      ok, rule = type(value) in (int, float), "a number"
+    elif field.type in (int, bool):
+      ok, rule = type(value) is field.type, f"of type {field.type.__name__}"
+    else:
+      ok, rule = isinstance(value, str), "a name"
+    if not ok:
+      _refuse(f"{place}.{field.name}", rule, _short(value))
+
+
+def _short(value: Any) -> str:
+  text = repr(value)
+  return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _refuse(place: str, rule: str, value: Any) -> None:
+  raise types.InputError(
+    f"{place}: expected {rule}, got {_short(value)}. Correct it."
+  )
