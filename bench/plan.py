@@ -88,12 +88,12 @@ def get_config() -> config.Run:
   return config.Run(
     model=decoder.Model(
       config=transformer.Config(
-        num_layers=4,
-        width=128,
+        num_layers=2,
+        width=64,
         num_heads=4,
         num_kv_heads=2,
-        head_width=32,
-        ff_width=512,
+        head_width=16,
+        ff_width=256,
         vocab_size=32,
       )
     ),

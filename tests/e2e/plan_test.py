@@ -17,7 +17,7 @@ def test_a_run_logs_how_far_it_is_from_the_plan_of_another(tmp_path):
   assert planned.code == 0, planned.err
   assert "recommended" in planned.out
   setting, costs = costs_lib.read(tmp_path / "costs.json")
-  assert setting.max_lag == 0 and costs.column_s > 0 and costs.update_s > 0
+  assert setting.max_lag == 0 and costs.position_s > 0
 
   again = runs.run(
     tmp_path, runs.experiment(), "--workdir=two", "--plan=costs.json", *sizes

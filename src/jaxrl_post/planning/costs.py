@@ -5,8 +5,9 @@ import json
 import math
 import os
 import pathlib
+import typing
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from jaxrl_post import types
 from jaxrl_post.placement import mesh, settings
@@ -54,15 +55,11 @@ class Setting:
   fixed_generation: bool = False
 
   def __post_init__(self) -> None:
-    _check_types(self, "setting")
     for field in dataclasses.fields(self):
       least = 0 if field.name in ("idle", "max_lag") else 1
       value = getattr(self, field.name)
       if field.type is int and value < least:
         _refuse(f"setting.{field.name}", f"a number from {least} on", value)
-    modes = ("colocated", "split", "roles")
-    if self.mode not in modes:
-      _refuse("setting.mode", f"one of {', '.join(modes)}", self.mode)
     if self.mode == "colocated" and self.training != self.generation:
       _refuse(
         "setting.generation",
@@ -119,7 +116,10 @@ class Costs:
     publish_s: from the update to the weights' being there.
     take_s: of generation, until it samples with them.
     reward_s: from the end of a group to its rewards, whatever their number.
-    host_s: of training, a step: to write metrics, save, evaluate.
+    pack_s: of training's host, from the last rewards of a batch to its update:
+      threads wake, rows are packed.
+    packed_s: of it, of a rollout.
+    host_s: likewise after the update: to write metrics, save, evaluate.
     left: share of groups that leave untrained, as without signal; below 1.
     colocated: how many times as long work takes while the other stage works
       too, when colocated: 2 is taking turns.
@@ -140,13 +140,14 @@ class Costs:
   publish_s: float = 0.0
   take_s: float = 0.0
   reward_s: float = 0.0
+  pack_s: float = 0.0
+  packed_s: float = 0.0
   host_s: float = 0.0
   left: float = 0.0
   colocated: float = 2.0
   split: float = 1.0
 
   def __post_init__(self) -> None:
-    _check_types(self, "costs")
     for name in (f.name for f in dataclasses.fields(self)):
       value = getattr(self, name)
       if name.endswith("_s") and not 0 <= value < math.inf:
@@ -180,6 +181,10 @@ class Costs:
       setting.training, self.efficiency
     )
 
+  def pack(self, setting: Setting) -> float:
+    """Returns the seconds from a batch to its update."""
+    return self.pack_s + self.packed_s * setting.rollouts
+
   def slowdown(self, setting: Setting) -> float:
     """Returns how many times as long work takes beside the other stage."""
     return self.colocated if setting.mode == "colocated" else self.split
@@ -205,7 +210,9 @@ def setting(tree: Mapping[str, Any], devices: int) -> Setting:
     stream, sampling = tree["stream"], tree["sampling"]
     for name, wanted in (("deterministic", False), ("on_stale", "wait")):
       if stream[name] != wanted:
-        _refuse(f"stream.{name}", f"{wanted}, which alone is simulated", "not")
+        _refuse(
+          f"stream.{name}", f"{wanted}, which alone is simulated", stream[name]
+        )
     place = placement(tree["placement"])
     others = 0
     if place.mode == "roles":
@@ -291,48 +298,47 @@ def read(path: str | os.PathLike[str]) -> tuple[Setting, Costs]:
       f"{' '.join(str(error).split())}. docs/planning.md shows one."
     ) from error
   if not isinstance(tree, dict) or tree.keys() != {"setting", "costs"}:
-    _refuse(f"{path}", "an object with setting and costs", _short(tree))
+    _refuse(f"{path}", "an object with setting and costs", tree)
   try:
-    found = Costs(**_listed(tree["costs"]))
-    return Setting(**_listed(tree["setting"])), found
-  except TypeError as error:
-    raise types.InputError(
-      f"{path}: expected the fields of docs/planning.md, got others: {error}. "
-      "Correct the file."
-    ) from error
+    found = Costs(**_fields(Costs, tree["costs"], "costs"))
+    return Setting(**_fields(Setting, tree["setting"], "setting")), found
   except types.InputError as error:
     raise types.InputError(f"{path}: {error}") from error
 
 
-def _listed(node: Any) -> dict[str, Any]:
+def _fields(kind: type, node: Any, place: str) -> dict[str, Any]:
+  """Returns the fields that JSON has of a record; refuses others."""
   if not isinstance(node, dict):
-    _refuse("setting, costs", "objects", _short(node))
+    _refuse(place, "an object", node)
+  known = {field.name: field for field in dataclasses.fields(kind)}
+  for name, value in node.items():
+    if name not in known:
+      _refuse(place, f"fields of {', '.join(known)}", name)
+    _check_type(f"{place}.{name}", known[name].type, value)
+  for name, field in known.items():
+    if field.default is dataclasses.MISSING and name not in node:
+      _refuse(f"{place}.{name}", "a value", "none")
   return {k: tuple(v) if isinstance(v, list) else v for k, v in node.items()}
 
 
-def _check_types(node: Any, place: str) -> None:
-  """Refuses values of another type than their field's; JSON has any."""
-  for field in dataclasses.fields(node):
-    value = getattr(node, field.name)
-    if field.name == "lengths":
-      ok = isinstance(value, tuple) and all(type(n) is int for n in value)
-      rule = "a list of whole numbers"
-    elif field.type is float:
-      ok, rule = type(value) in (int, float), "a number"
-    elif field.type in (int, bool):
-      ok, rule = type(value) is field.type, f"of type {field.type.__name__}"
-    else:
-      ok, rule = isinstance(value, str), "a name"
-    if not ok:
-      _refuse(f"{place}.{field.name}", rule, _short(value))
+def _check_type(place: str, kind: Any, value: Any) -> None:
+  if kind is float:
+    holds, rule = type(value) in (int, float), "a number"
+  elif kind is int:
+    holds, rule = type(value) is int, "a whole number"
+  elif kind is bool:
+    holds, rule = isinstance(value, bool), "true or false"
+  elif kind == tuple[int, ...]:
+    holds = isinstance(value, list) and all(type(n) is int for n in value)
+    rule = "a list of whole numbers"
+  else:
+    choices = typing.get_args(kind)
+    holds, rule = value in choices, f"one of {', '.join(choices)}"
+  if not holds:
+    _refuse(place, rule, value)
 
 
-def _short(value: Any) -> str:
-  text = repr(value)
-  return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _refuse(place: str, rule: str, value: Any) -> None:
+def _refuse(place: str, rule: str, value: Any) -> NoReturn:
   raise types.InputError(
-    f"{place}: expected {rule}, got {_short(value)}. Correct it."
+    f"{place}: expected {rule}, got {str(repr(value)):.60}. Correct it."
   )

@@ -202,15 +202,17 @@ def calibrate(runs: Sequence[Measured]) -> costs_lib.Costs:
     ),
     left=gone / (gone + mean("ledger/trained")),
   )
+  lockstep = [run for run in runs if not run.setting.max_lag]
+  rest = _line(lockstep, lambda r: r.setting.rollouts, _unexplained(found))
+  found = dataclasses.replace(found, pack_s=rest[0], packed_s=rest[1])
   for field, modes in (
     ("colocated", ("colocated",)),
     ("split", ("split", "roles")),
   ):
     beside = [r for r in runs if r.setting.max_lag and r.setting.mode in modes]
     if beside:
-      found = dataclasses.replace(
-        found, **{field: _slowdown(beside, found, field)}
-      )
+      value = _slowdown(beside, found, field)
+      found = dataclasses.replace(found, **{field: value})
   return found
 
 
@@ -319,6 +321,15 @@ def _line(
   if slope < 0:
     return flat
   return (start, slope) if start >= 0 else steep
+
+
+def _unexplained(found: costs_lib.Costs) -> Callable[[Measured], float]:
+  """Returns what of the seconds of a run's step the costs do not explain."""
+
+  def rest(run: Measured) -> float:
+    return max(0.0, run.step_s - simulate.simulate(run.setting, found).step_s)
+
+  return rest
 
 
 def _slowdown(

@@ -15,7 +15,7 @@ from jaxrl_post.runtime import folder
 
 # A setting as good as the fastest one, and a staleness no worse than another.
 _NEAR, _SAME = 0.95, 0.02
-_STEPS = 16
+_STEPS = 8
 _FACTORS = (0.5, 1, 2)
 _LAGS = (0, 1, 2, 4)
 _HEADER = (
@@ -249,6 +249,7 @@ def _costs(costs: costs_lib.Costs, base: costs_lib.Setting) -> list[str]:
     "a call that reads prompts": costs.call(base),
     "the host, a block": costs.block_s,
     "the host, a completion": costs.rollout_s,
+    "the host, to pack a batch": costs.pack(base),
     "score and update": costs.update(base),
     "publish": costs.publish_s + costs.take_s,
     "rewards of a group": costs.reward_s,
@@ -272,8 +273,8 @@ def _checks(
     made = simulate.simulate(run.setting, costs).consumed_per_device_hour
     real = run.consumed_per_device_hour
     lines.append(
-      f"{run.name[:26]:<28}{made:10.0f} rollouts a device-hour, {real:.0f} in "
-      f"truth ({made / real - 1:+.1%})"
+      f"{run.name[:26]:<28}{made:10.0f} a device-hour, {real:.0f} measured "
+      f"({made / real - 1:+.1%})"
     )
   return lines
 

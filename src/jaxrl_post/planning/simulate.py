@@ -91,12 +91,14 @@ class _Run:
     self.now = 0.0
     # Steps in which the run gets going; those done; seconds of either stage in
     # each kind of state.
-    self.first, self.steps = 2 * setting.max_lag + 3, 0
+    self.first, self.steps = setting.max_lag + 3, 0
     self.spent = collections.defaultdict[tuple[str, str], float](float)
     self.lags: collections.Counter[int] = collections.Counter()
     # Generation: versions it has sampled with and since which column; ends of
-    # rows, as columns; groups that wait for rows, and prompts of them read.
+    # rows, as columns; groups that wait for rows, and prompts of them read; and
+    # whether the weights have yet to be looked at.
     self.taken: list[tuple[int, int]] = [(0, 0)]
+    self.unchecked = False
     self.column = self.last = self.read = 0
     self.running: list[tuple[int, int, int]] = []
     self.waiting: collections.deque[list[int]] = collections.deque()
@@ -172,6 +174,7 @@ class _Run:
       made = sum(map(self.batches.pop, uids), collections.Counter[int]())
       if self.steps >= self.first:
         self.lags.update({version - v: n for v, n in made.items()})
+      yield "host", self.costs.pack(self.setting)
       yield "busy", self.costs.update(self.setting)
       yield "sync", self.costs.publish_s
       if self.setting.asynchronous:  # Or else nothing is sampled meanwhile.
@@ -189,11 +192,13 @@ class _Run:
       newer = self.ledger.version > self.taken[-1][1]
       if newer and not (self.setting.drain and self._busy):
         self._take()
-        yield "sync", self.costs.take_s
       self._admit()
       if not self._busy:
         yield None
         continue
+      if self.unchecked:
+        self.unchecked = False
+        yield "sync", self.costs.take_s
       calls, columns = self._refill()
       seconds = columns * self.costs.column(self.setting)
       yield "busy", seconds + calls * self.costs.call(self.setting)
@@ -217,6 +222,7 @@ class _Run:
 
   def _take(self) -> None:
     self.taken.append((self.column, self.ledger.version))
+    self.unchecked = True
     self.read = 0  # What waits is read again by the newest weights.
 
   def _admit(self) -> None:
