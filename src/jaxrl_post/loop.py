@@ -102,7 +102,7 @@ def run(
         rows = pack.pack(
           groups, tools.layout, mask_stale_tokens=cfg.mask_stale_tokens
         )
-        state, values = learn(trainer, state, rows, tools)
+        state, values = tools.learn(trainer, state, rows)
         hosts.at(f"end of update {step}", late_s)
         values = jax.device_get(values)
       updated = time.monotonic()
@@ -118,20 +118,6 @@ def run(
       hosts.at(f"batch {step + 1}", late_s)
     tools.save(int(state.step), state, rollouts.cut)
   return state
-
-
-def learn(
-  trainer: trainers.Trainer,
-  state: types.TrainState,
-  rows: types.Batch,
-  tools: "Tools",
-) -> tuple[types.TrainState, trainers.Metrics]:
-  """Scores a batch and updates on it; launches both, and waits for neither."""
-  batch = trainer.score(state, trainer.put(rows), tools.frozen.params)
-  tools.clock.launched("training", "score", batch)
-  state, values = trainer.update(state, batch)
-  tools.clock.launched("training", "update", values)
-  return state, values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +188,16 @@ class Tools:
     self.clock.start({} if saved is None else saved.meta["seconds"])
     stack.enter_context(self.clock.span("training", "wait/host", "loop"))
     return stack.enter_context(stream)
+
+  def learn(
+    self, trainer: trainers.Trainer, state: types.TrainState, rows: types.Batch
+  ) -> tuple[types.TrainState, trainers.Metrics]:
+    """Scores a batch and updates on it; launches both, waits for neither."""
+    batch = trainer.score(state, trainer.put(rows), self.frozen.params)
+    self.clock.launched("training", "score", batch)
+    state, values = trainer.update(state, batch)
+    self.clock.launched("training", "update", values)
+    return state, values
 
   def save(
     self,

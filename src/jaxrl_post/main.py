@@ -53,8 +53,8 @@ _MODE = flags.DEFINE_enum(
   "none, and writes a dump; serve answers requests over gRPC with them; "
   "dry_run only checks and prints; report RUN [EARLIER] diagnoses a finished "
   "run, by its folder, and writes report.html there; compare A B [C...] says "
-  "of finished runs whether a change from A worked; plan RUN... simulates other "
-  "placements, sizes and lags with what they cost, and recommends one.",
+  "of finished runs whether a change from A worked; plan RUN... simulates "
+  "other placements, sizes and lags with what they cost, and recommends one.",
 )
 _PLAN = flags.DEFINE_string(
   "plan",

@@ -220,17 +220,10 @@ class Engine:
     """Returns what the engine has done since it was made.
 
     Returns:
-      `engine/prefill_tokens`, tokens of prompts that were read, in
-      `engine/prefill_calls`, and `engine/prefill_s`, how long it took; of
-      blocks see `tally.Tally`: a continued completion's first tokens go through
-      them again.
+      What prompts and blocks have cost, see `Reader` and `Tally`. The first
+      tokens of a completion that is continued go through blocks again.
     """
-    return {
-      "engine/prefill_tokens": float(self._reader.tokens),
-      "engine/prefill_calls": float(self._reader.calls),
-      "engine/prefill_s": self._reader.seconds,
-      **self._tally.metrics(),
-    }
+    return {**self._reader.metrics(), **self._tally.metrics()}
 
   def partials(self) -> tuple[types.Partial, ...]:
     """Returns the completions that are half made, as of the last block.
@@ -320,7 +313,7 @@ class Engine:
     self._tally.add([int(used[i]) - row.used for i, row in running])
     for _, row in self._space.held() if self._waiting else ():
       row.waited += self._cfg.block
-    for index, row in self._space.running():
+    for index, row in running:
       row.unread.append((made, index))
       row.used = int(used[index])
       stopped = row.stop(self._text)

@@ -150,6 +150,14 @@ class Reader:
     if self._since is None:
       self._since = time.monotonic()
 
+  def metrics(self) -> dict[str, float]:
+    """Returns `engine/prefill_{tokens,calls,s}`."""
+    return {
+      "engine/prefill_tokens": float(self.tokens),
+      "engine/prefill_calls": float(self.calls),
+      "engine/prefill_s": self.seconds,
+    }
+
   def _launched(self, prefix: prefixes.Prefix, count: int) -> None:
     self._last = prefix
     self.tokens += count
