@@ -57,7 +57,9 @@ def _questions(part: str, limit: int | None = None) -> sources.Jsonl:
 def get_config() -> config.Run:
   """The recipe."""
   return config.Run(
-    model=decoder.Model(path="models/Qwen3-0.6B", dtype="bfloat16", remat="layer"),
+    model=decoder.Model(
+      path="models/Qwen3-0.6B", dtype="bfloat16", remat="layer"
+    ),
     data=dataset.Data(
       train=_questions("train"),
       held_out=_questions("test", limit=256),
