@@ -23,16 +23,21 @@ Qwen3-0.6B 0.17 GiB of cache for each of its `sampling.rows` / (generating
 devices) completions of 1536 tokens. Too much? Raise `optim.microbatches`, lower
 `sampling.rows`.
 
+`--exp=gsm8k_qwen3:qwen3_8b` is a larger run for TPU slices, with the shape of
+the model in place of a checkpoint, for `--mode=compile` (docs/compile.md).
+
 This recipe has NOT been run at full size: no accelerator was at hand. Its
 tests run it on CPU with a model of 0.1M weights. The settings are those that
 published runs of this kind have in common; expect to tune them.
 """
 
+import dataclasses
+
 from jaxrl_post import config
 from jaxrl_post.algos import losses, objective
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.envs import evaluate
-from jaxrl_post.models import decoder
+from jaxrl_post.models import decoder, transformer
 from jaxrl_post.placement import mesh
 from jaxrl_post.rewards import number, pool
 from jaxrl_post.runtime import checkpoint
@@ -85,4 +90,37 @@ def get_config() -> config.Run:
     groups_per_step=64,
     group_size=8,
     max_lag=1,
+  )
+
+
+def qwen3_8b() -> config.Run:
+  """A run of Qwen3-8B with answers of 3072 tokens, to be compiled."""
+  shape = transformer.Config(
+    num_layers=36,
+    width=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_width=128,
+    ff_width=12288,
+    vocab_size=151936,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    qk_norm=True,
+    max_positions=40960,
+  )
+  run = get_config()
+  return dataclasses.replace(
+    run,
+    model=dataclasses.replace(run.model, path=None, config=shape),
+    data=dataclasses.replace(run.data, max_prompt=1024),
+    optim=dataclasses.replace(run.optim, microbatches=32),
+    sampling=engine.Sampling(
+      max_tokens=3072, rows=512, block=16, prefill_tokens=4096, dtype="bfloat16"
+    ),
+    placement=mesh.Placement(
+      mode="split", generation=mesh.GenerationAxes(tensor=4)
+    ),
+    groups_per_step=128,
+    group_size=16,
   )

@@ -18,8 +18,9 @@ import jax
 from absl import app, flags, logging
 
 from jaxrl_post import collect, config, loop, prepare, roles, serve, types
+from jaxrl_post.planning import chips, simulate, table
+from jaxrl_post.planning import compile as compiles
 from jaxrl_post.planning import plan as planning
-from jaxrl_post.planning import simulate
 from jaxrl_post.runtime import (
   compare,
   folder,
@@ -47,10 +48,12 @@ _WORKDIR = flags.DEFINE_string(
 _MODE = flags.DEFINE_enum(
   "mode",
   "train",
-  ["train", "eval", "rollout", "serve", "dry_run", "report", "compare", "plan"],
+  ["train", "eval", "rollout", "serve", "compile", "dry_run"]
+  + ["report", "compare", "plan"],
   "train; eval tests the newest checkpoint of --workdir, or the first weights "
   "without it; rollout samples and scores num_steps batches with them, trains "
   "none, and writes a dump; serve answers requests over gRPC with them; "
+  "compile compiles all steps for --topology and says what they take; "
   "dry_run only checks and prints; report RUN [EARLIER] diagnoses a finished "
   "run, by its folder, and writes report.html there; compare A B [C...] says "
   "of finished runs whether a change from A worked; plan RUN... simulates "
@@ -91,6 +94,12 @@ _PROFILE_STEPS = flags.DEFINE_string(
 )
 _TRACE_SLOTS = flags.DEFINE_bool(
   "trace_slots", False, "Give each row of the engine a lane in trace.json."
+)
+_TOPOLOGY = flags.DEFINE_string(
+  "topology",
+  None,
+  "With --mode=compile, the machine: a TPU and the shape of a slice, as in "
+  "v5p:4x4x4, or a GPU and how many, as in h100:8.",
 )
 
 _COORDINATOR = flags.DEFINE_string(
@@ -146,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
   stopper = signals.Stopper(_ADVICE if train else "", work)
   signals.listen(stopper.heard)
   try:
-    _check_plan()
+    _check_flags()
     if _MODE.value in _READERS:
       return _read(argv[1:])
     return _run(stopper)
@@ -164,16 +173,18 @@ def main(argv: Sequence[str]) -> int:
     return 1
 
 
-def _check_plan() -> None:
-  """Refuses what only planning reads."""
-  for name, value, modes in (
-    ("plan", _PLAN.value, ("plan", "train")),
-    ("devices", _DEVICES.value, ("plan",)),
+def _check_flags() -> None:
+  """Refuses flags that the mode does not read."""
+  for flag, modes in (
+    (_PORT, ("serve",)),
+    (_TOPOLOGY, ("compile",)),
+    (_PLAN, ("plan", "train")),
+    (_DEVICES, ("plan",)),
   ):
-    if value is not None and _MODE.value not in modes:
+    if flag.value is not None and _MODE.value not in modes:
       raise types.InputError(
-        f"--{name}: expected none with --mode={_MODE.value}, got {value}. "
-        "Leave it out, or plan."
+        f"--{flag.name}: expected none with --mode={_MODE.value}, got "
+        f"{flag.value}. Leave it out, or set --mode={modes[0]}."
       )
 
 
@@ -218,11 +229,8 @@ def _run(stopper: signals.Stopper) -> int:
     _check_alone(cfg, launch, _MODE.value)
   if _MODE.value == "serve":
     serve.check(cfg)
-  elif _PORT.value is not None:
-    raise types.InputError(
-      f"--port: expected none with --mode={_MODE.value}, got {_PORT.value}. "
-      "Leave it out, or serve."
-    )
+  if _MODE.value == "compile":
+    return _compile(cfg)
   if cfg.placement.cpu_devices is not None:
     jax.config.update("jax_num_cpu_devices", cfg.placement.cpu_devices)
   with contextlib.ExitStack() as stack:
@@ -251,6 +259,25 @@ def _watch() -> writers.Watch:
       f"none with --mode={_MODE.value}, got some. Leave them out, or train."
     )
   return watch
+
+
+def _compile(cfg: config.Run) -> int:
+  """Compiles the steps for --topology; their table, and JSON in --workdir."""
+  if _TOPOLOGY.value is None:
+    raise types.InputError(
+      "--topology: expected a machine with --mode=compile, got none. For "
+      "example v5p:4x4x4."
+    )
+  compiles.check(cfg)
+  chips.start(_TOPOLOGY.value)
+  report = compiles.run(cfg, chips.machine(_TOPOLOGY.value), print)
+  print(f"\n{table.text(report)}")
+  if _WORKDIR.value is not None:
+    path = pathlib.Path(_WORKDIR.value) / "compile.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table.to_json(report), indent=1), "utf-8")
+    print(f"written: {path}")
+  return 0
 
 
 def _launch() -> hosts_lib.Launch | None:

@@ -45,15 +45,13 @@ class Parts:
   reference: references.Source | None = None
 
 
-def prepare(cfg: config.Run) -> Parts:
-  """Reads the model's shape, the tokenizer and the prompts.
+def model(cfg: config.Run) -> decoder.Decoder:
+  """Reads the model's shape, but no weights.
 
   Raises:
-    InputError: something that the configuration names is not there, or does
-      not fit the rest.
+    InputError: there is none, or settings do not fit it.
   """
-  model = cfg.model
-  shape = _shape(model)
+  given, shape = cfg.model, _shape(cfg.model)
   if cfg.length > shape.max_positions:
     raise types.InputError(
       f"data.max_prompt + sampling.max_tokens: expected at most "
@@ -67,9 +65,21 @@ def prepare(cfg: config.Run) -> Parts:
       f"the model, got {most}. Lower it."
     )
   trained.check(cfg.optim.trained, transformer.spec(shape))
+  return decoder.Decoder(shape, given.dtype, given.remat, given.chunk)
+
+
+def prepare(cfg: config.Run) -> Parts:
+  """Reads the model's shape, the tokenizer and the prompts.
+
+  Raises:
+    InputError: something that the configuration names is not there, or does
+      not fit the rest.
+  """
+  shaped = model(cfg)
+  shape = shaped.config
   data = dataset.load(
     cfg.data,
-    model_path=model.path,
+    model_path=cfg.model.path,
     vocab_size=shape.vocab_size,
     seed=cfg.seed,
   )
@@ -93,7 +103,7 @@ def prepare(cfg: config.Run) -> Parts:
     top_p=cfg.evaluation.top_p,
   )
   parts = Parts(
-    decoder=decoder.Decoder(shape, model.dtype, model.remat, model.chunk),
+    decoder=shaped,
     data=data,
     env=single_turn.SingleTurn(cfg.group_size, sampling, data.tokenizer.decode),
     eval_env=single_turn.SingleTurn(1, greedy, data.tokenizer.decode),
@@ -367,6 +377,43 @@ def _check_parts(algo: algorithm.Algorithm, layout: pack.Layout) -> None:
   )
 
 
+def fit(
+  cfg: config.Run,
+  shape: transformer.Config,
+  num_devices: int,
+  processes: int = 1,
+  *,
+  engines: int = 1,
+) -> tuple[mesh.Shares, pack.Layout]:
+  """Checks sizes against a number of devices.
+
+  Args:
+    cfg: the run.
+    shape: of the model.
+    num_devices: how many there are.
+    processes: how many hold them, equally many each.
+    engines: how many sample.
+
+  Returns:
+    Devices of each side, and the shape of a batch.
+
+  Raises:
+    InputError: it does not fit; names both numbers.
+  """
+  shares = mesh.shares(cfg.placement, num_devices, processes)
+  programs.check_rows(
+    cfg.placement,
+    shares,
+    rollouts=cfg.rows,
+    cut=cfg.optim,
+    engine_rows=cfg.sampling.rows,
+    engines=engines,
+  )
+  made = layout(cfg, shape, shares.training)
+  _check_parts(cfg.algo, made)
+  return shares, made
+
+
 def plan(
   cfg: config.Run, parts: Parts, num_devices: int, processes: int = 1
 ) -> str:
@@ -394,14 +441,8 @@ def plan(
       f"{processes}, among which clocks decide who samples what. Leave them "
       "out."
     )
-  shares = mesh.shares(cfg.placement, num_devices, processes)
-  programs.check_rows(
-    cfg.placement,
-    shares,
-    rollouts=cfg.rows,
-    cut=cfg.optim,
-    engine_rows=cfg.sampling.rows,
-    engines=engines,
+  shares, made = fit(
+    cfg, parts.decoder.config, num_devices, processes, engines=engines
   )
   if len(parts.data.train) < cfg.groups_per_step:
     raise types.InputError(
@@ -409,8 +450,6 @@ def plan(
       f"of all epochs, got {cfg.groups_per_step}. Lower it, or raise "
       "data.epochs."
     )
-  made = layout(cfg, parts.decoder.config, shares.training)
-  _check_parts(cfg.algo, made)
   cut = made.microbatches * made.minibatches
   idle = f", {shares.idle} idle" if shares.idle else ""
   many = f" in {processes} processes" if processes > 1 else ""

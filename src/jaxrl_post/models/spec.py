@@ -32,6 +32,15 @@ def _is_weight(x: object) -> bool:
   return isinstance(x, Weight)
 
 
+def on(shapes: types.Tree, shardings: types.Tree) -> types.Tree:
+  """Returns shapes together with how they lie, as arrays that are not there."""
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    shardings,
+  )
+
+
 def abstract(spec: types.Tree, dtype: jax.typing.DTypeLike) -> types.Tree:
   """Returns the shape and dtype of each leaf, with no array behind it."""
   return jax.tree.map(

@@ -8,12 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
+from jaxrl_post.models import spec as specs
 from jaxrl_post.models import transformer
 from jaxrl_post.placement import mesh as meshes
-from jaxrl_post.sampling import attention, page_kernel, programs, steps
+from jaxrl_post.sampling import (
+  attention,
+  page_kernel,
+  programs,
+  reader,
+  steps,
+)
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import pages as paging
 from jaxrl_post.sampling import prefix as prefixes
@@ -148,7 +156,64 @@ def compiled(
     decode=jax.jit(decode, donate_argnums=1, out_shardings=(shardings, whole)),
     cut=jax.jit(steps.cut, donate_argnums=0, out_shardings=shardings),
     resume=jax.jit(steps.resume, donate_argnums=0, out_shardings=shardings),
+    state=specs.on(shapes, shardings),
+    prefix=read,
   )
+
+
+def lower(
+  shared: Any,
+  mesh: jax.sharding.Mesh,
+  params: types.Tree,
+  *,
+  cfg: engines.Sampling,
+  max_prompt: int,
+) -> dict[str, Callable[[], jax.stages.Lowered]]:
+  """Lowers the very programs that an engine runs.
+
+  Args:
+    shared: from `compiled`, with the rest. The devices may be those of a
+      description: no array is needed.
+    mesh: the generation mesh.
+    params: shapes of the weights, and how they lie.
+    cfg: sizes of an engine.
+    max_prompt: longest prompt, in tokens.
+
+  Returns:
+    A function for each: `prefill` of the longest prompts; `extend`, if those
+    take several calls; `insert`; and `decode`, of a block.
+  """
+  size = shared.size
+  num, chunk, room = reader.call_shape(
+    max_prompt, call_tokens=cfg.prefill_tokens, most=-(-cfg.rows // size.group)
+  )
+
+  def of(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+  tokens, length, begin = of(num, chunk), of(num), of()
+  made = jax.eval_shape(
+    lambda *given: shared.prefill(*given, room), params, tokens, length
+  )
+  prefix = specs.on(made, dataclasses.replace(shared.prefix, scores=None))
+  rows = steps.rows_for(
+    [],
+    types.SamplingParams(),
+    width=num * size.group,
+    num_forced=cfg.max_tokens,
+  )
+  into = prefix, shared.state, of(num), of(num, size.group), rows
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  key = specs.on(key, jax.sharding.NamedSharding(mesh, jax.P()))
+  found = {
+    "prefill": lambda: shared.prefill.lower(params, tokens, length, room),
+    "extend": lambda: shared.extend.lower(params, prefix, tokens, begin),
+    "insert": lambda: shared.insert.lower(*into),
+    "decode": lambda: shared.decode.lower(params, shared.state, key),
+  }
+  if chunk == room:
+    del found["extend"]
+  return found
 
 
 def build(

@@ -300,11 +300,7 @@ def build(
     start = functools.partial(specs.init, spec, dtype=jnp.dtype("float32"))
     return jax.jit(start, out_shardings=home)(jax.random.fold_in(key, 0))
 
-  params = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    shapes,
-    home,
-  )
+  params = specs.on(shapes, home)
 
   judge = None
   if reference is not None:

@@ -168,6 +168,15 @@ class Publisher:
     return arrays
 
   @property
+  def abstract(self) -> types.Tree:
+    """Shapes and shardings of what is published."""
+    flat = [
+      jax.ShapeDtypeStruct(leaf.shape, leaf.cast, sharding=leaf.goal)
+      for leaf in self.leaves
+    ]
+    return jax.tree.unflatten(self.structure, flat)
+
+  @property
   def _order(self) -> tuple[str, ...]:
     """Names of the engine's leaves."""
     return tuple(leaf.name for leaf in self.leaves)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -12,6 +12,7 @@ import optax
 from jaxrl_post import types
 from jaxrl_post.algos import algorithm
 from jaxrl_post.models import decoder as decoders
+from jaxrl_post.models import spec as specs
 from jaxrl_post.models import transformer
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.placement import reference as references
@@ -55,6 +56,9 @@ class Trainer:
       keeps its own rows.
     score: see `Score`.
     update: see `training.step.update`; the state it is given is used up.
+    lower: shapes of a batch to the very programs of `score` and `update`, each
+      a function that lowers it. No array is needed: the devices may be those
+      of a description.
   """
 
   abstract: types.TrainState
@@ -64,6 +68,7 @@ class Trainer:
   update: Callable[
     [types.TrainState, types.Batch], tuple[types.TrainState, Metrics]
   ]
+  lower: Callable[[types.Batch], Mapping[str, Callable[[], jax.stages.Lowered]]]
 
 
 def build(
@@ -234,15 +239,19 @@ def build(
       return _move(new, resting, park), metrics
 
   return Trainer(
-    abstract=jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      shapes,
-      resting,
-    ),
+    abstract=specs.on(shapes, resting),
     start=launch_start,
     put=functools.partial(_put, mesh=mesh),
     score=launch_score,
     update=launch_update,
+    lower=functools.partial(
+      _lower,
+      score,
+      update,
+      specs.on(shapes, shardings),
+      trains=trains,
+      mesh=mesh,
+    ),
   )
 
 
@@ -284,6 +293,32 @@ def _lie(mesh: jax.sharding.Mesh, x: Any) -> jax.sharding.NamedSharding:
     # As tokens do, and what there is of a token not cut.
     return meshes.token_sharding(mesh)
   return jax.sharding.NamedSharding(mesh, jax.P())
+
+
+def _lower(
+  score: Any,
+  update: Any,
+  state: types.TrainState,
+  batch: types.Batch,
+  *,
+  trains: trained.Setting,
+  mesh: jax.sharding.Mesh,
+) -> dict[str, Callable[[], jax.stages.Lowered]]:
+  """Says how to lower the two programs for shapes of state and batch."""
+  rows, own = _laid(mesh, batch), _critic_weights(state)
+  given = (state.params, state.adapters, state.reference, own, rows)
+  scored = _laid(mesh, jax.eval_shape(score, *given))
+  moving, frozen = trained.split(trains, state.params)
+  rest = dataclasses.replace(state, params=None)
+  return {
+    "score": lambda: score.lower(*given),
+    "update": lambda: update.lower(moving, frozen, rest, scored),
+  }
+
+
+def _laid(mesh: jax.sharding.Mesh, batch: types.Batch) -> types.Batch:
+  """Returns the shapes of a batch together with how they lie."""
+  return specs.on(batch, jax.tree.map(lambda x: _lie(mesh, x), batch))
 
 
 def _init(

@@ -1,1 +1,1 @@
-"""Before a run: how fast it would be, and how old its rollouts, elsewhere."""
+"""What a run would take, before it is run."""

@@ -26,6 +26,8 @@ class Steps:
     decode: donates the state; of laid out weights.
     cut: donates the state.
     resume: donates the state.
+    state: shapes of the state, and how it lies on the devices.
+    prefix: how a prefix lies.
   """
 
   size: pages.Sizes
@@ -40,6 +42,8 @@ class Steps:
   ]
   cut: Callable[[steps.DecodeState, Any], steps.DecodeState]
   resume: Callable[..., steps.DecodeState]
+  state: steps.DecodeState
+  prefix: prefixes.Prefix
 
 
 class LaidOut:

@@ -27,6 +27,25 @@ def buckets(longest: int, shortest: int = 16) -> tuple[int, ...]:
   return (*sizes, longest)
 
 
+def call_shape(
+  bucket: int, *, call_tokens: int, most: int
+) -> tuple[int, int, int]:
+  """Says how prompts of a bucket are read.
+
+  Args:
+    bucket: their padded length.
+    call_tokens: most tokens of a call.
+    most: most prompts of a call.
+
+  Returns:
+    Prompts and tokens of each in a call, and positions that a prefix of theirs
+    has room for: whole chunks, as one that went beyond it would be moved back.
+  """
+  num = min(max(1, call_tokens // bucket), most)
+  chunk = min(bucket, call_tokens)
+  return num, chunk, -(-bucket // chunk) * chunk
+
+
 class Reader:
   """Turns prompts into prefixes, a call of bounded size at a time.
 
@@ -75,9 +94,9 @@ class Reader:
     """Compiles the programs of every bucket; returns a prefix of each."""
     made = []
     for bucket in self.buckets:
-      num, chunk = self._shape(bucket)
+      num, chunk, room = self._shape(bucket)
       tokens = np.zeros((num, chunk), np.int32)
-      prefix = self._prefill(params, tokens, np.ones(num, np.int32), bucket)
+      prefix = self._prefill(params, tokens, np.ones(num, np.int32), room)
       if chunk < bucket:
         prefix = self._extend(params, prefix, tokens, chunk)
       made.append(prefix)
@@ -99,7 +118,7 @@ class Reader:
       width: rows that can share a prefix in the cache: a tag each.
     """
     bucket = self._bucket(first)
-    num, chunk = self._shape(bucket)
+    num, chunk, room = self._shape(bucket)
     if first.prefix is not None:
       tokens = np.zeros((num, chunk), np.int32)
       piece = first.request.prompt[first.begin : first.begin + chunk]
@@ -129,7 +148,7 @@ class Reader:
       temperature[i] = waiting.request.sampling.temperature
     self._begin()
     prefix = self._prefill(
-      params, tokens, length, bucket, temperature if scored else None
+      params, tokens, length, room, temperature if scored else None
     )
     for i, waiting in enumerate(batch):
       waiting.source, waiting.tag = i, self._tag
@@ -164,10 +183,8 @@ class Reader:
     self.launched("prefill", prefix)
     self.calls += 1
 
-  def _shape(self, bucket: int) -> tuple[int, int]:
-    """Returns prompts and tokens of a call."""
-    num = min(max(1, self._call_tokens // bucket), self._most)
-    return num, min(bucket, self._call_tokens)
+  def _shape(self, bucket: int) -> tuple[int, int, int]:
+    return call_shape(bucket, call_tokens=self._call_tokens, most=self._most)
 
   def _bucket(self, waiting: rows.Waiting) -> int:
     length = len(waiting.request.prompt)
@@ -178,11 +195,9 @@ class Reader:
     params: types.Tree,
     tokens: np.ndarray,
     length: np.ndarray,
-    bucket: int,
+    room: int,
     temperature: np.ndarray | None = None,
   ) -> prefixes.Prefix:
-    # Room for whole chunks: one that went beyond it would be moved back.
-    room = -(-bucket // tokens.shape[1]) * tokens.shape[1]
     with self._dispatch:
       if temperature is None:
         return self._compiled.prefill(params, tokens, length, room)
