@@ -1,7 +1,9 @@
 """Runs that repeat themselves: deterministic, continued, followed."""
 
+import functools
 import pathlib
 import shutil
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -22,6 +24,8 @@ LONG = (
 FIXED = ("stream.deterministic=true", "sampling.in_flight=recompute")
 DRAINED = ("stream.deterministic=true", "sampling.in_flight=drain")
 FILTERED = "stream.filter_zero_signal=true"
+EVERY = ("checkpoint.every=1",)
+FREE = ("max_lag=2", *EVERY, "sampling.in_flight=keep")
 # What is no clock's.
 COMPUTED = (
   "loss/",
@@ -31,6 +35,26 @@ COMPUTED = (
   "staleness/",
   "ledger/",
 )
+
+
+@types.host_record
+class Made:
+  """A run that several tests read, and its folder."""
+
+  folder: pathlib.Path
+  run: runs.Trained
+
+
+@pytest.fixture(name="made", scope="module")
+def _made(tmp_path_factory) -> Callable[..., Made]:
+  """Makes each run once, when it is first asked for."""
+
+  @functools.cache
+  def made(*settings: str) -> Made:
+    folder = tmp_path_factory.mktemp("made") / "one"
+    return Made(folder=folder, run=runs.train(folder, *LONG, *settings))
+
+  return made
 
 
 def assert_equal(one: runs.Trained, other: runs.Trained) -> None:
@@ -66,40 +90,39 @@ def oldest(group: types.Group) -> int:
 
 
 @pytest.mark.parametrize(
-  "settings",
+  ("settings", "steps"),
   [
-    ("max_lag=4", *FIXED),
-    ("max_lag=2", *DRAINED),
-    ("max_lag=1", FILTERED, *FIXED),
+    (("max_lag=4", *FIXED), (2, 4)),
+    (("max_lag=2", *DRAINED), (2,)),
+    (("max_lag=1", FILTERED, *FIXED), (4,)),
   ],
 )
 def test_deterministic_runs_are_equal_and_go_on_as_if_never_stopped(
-  tmp_path, settings
+  tmp_path, settings, steps
 ):
   one = runs.train(tmp_path / "one", *LONG, *settings)
   assert max(line["staleness/max"] for line in one.metrics) > 0
   assert_equal(runs.train(tmp_path / "two", *LONG, *settings), one)
-  for step in (2, 4):
+  for step in steps:
     assert_equal(continued(tmp_path / "one", step, *settings), one)
 
 
-@pytest.mark.parametrize("settings", [(), (FILTERED,)])
+@pytest.mark.parametrize(("settings", "step"), [((), 2), ((FILTERED,), 4)])
 def test_c95_at_lag_zero_any_run_goes_on_as_if_never_stopped(
-  tmp_path, settings
+  tmp_path, settings, step
 ):
   one = runs.train(tmp_path / "one", *LONG, "max_lag=0", *settings)
-  for step in (2, 4):
-    assert_equal(continued(tmp_path / "one", step, "max_lag=0", *settings), one)
+  assert_equal(continued(tmp_path / "one", step, "max_lag=0", *settings), one)
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute", "drain"])
 def test_a_free_run_loses_no_prompt_and_keeps_its_bound_when_it_goes_on(
-  tmp_path, in_flight
+  made, in_flight
 ):
-  settings = ("max_lag=2", f"sampling.in_flight={in_flight}")
-  first = runs.train(tmp_path / "one", *LONG, *settings)
-  rest = continued(tmp_path / "one", 2, *settings)
-  batches = (*first.groups[:2], *rest.groups)
+  settings = ("max_lag=2", *EVERY, f"sampling.in_flight={in_flight}")
+  first = made(*settings)
+  rest = continued(first.folder, 2, *settings)
+  batches = (*first.run.groups[:2], *rest.groups)
   uids = sorted(group.prompt.uid for batch in batches for group in batch)
   assert uids == list(range(24))
   for version, batch in enumerate(batches):
@@ -109,12 +132,10 @@ def test_a_free_run_loses_no_prompt_and_keeps_its_bound_when_it_goes_on(
   assert last["ledger/admitted"] == 24 + last["ledger/outstanding"]
 
 
-def test_half_made_rollouts_are_continued_not_sampled_anew(tmp_path):
-  settings = ("max_lag=2", "checkpoint.every=1")
-  runs.train(tmp_path / "one", *LONG, *settings)
+def test_half_made_rollouts_are_continued_not_sampled_anew(made):
   older = 0
-  for step in (1, 2, 3):
-    rest = continued(tmp_path / "one", step, *settings)
+  for step in (1, 3):
+    rest = continued(made(*FREE).folder, step, *FREE)
     older += sum(
       oldest(group) < step for batch in rest.groups for group in batch
     )
@@ -145,22 +166,21 @@ def test_events_of_a_free_run_can_be_followed(tmp_path, settings):
   assert text.count("Consume") == 6
 
 
-def test_events_of_another_run_are_not_followed(tmp_path):
-  runs.train(tmp_path / "one", *LONG, "max_lag=1")
-  events = tmp_path / "one" / "events.jsonl"
+def test_events_of_another_run_are_not_followed(tmp_path, made):
+  events = made(*FREE).folder / "events.jsonl"
   with pytest.raises(types.InputError, match="^stream.follow: .*settings"):
     runs.train(
-      tmp_path / "two", *LONG, "max_lag=1", "seed=1", f"stream.follow={events}"
+      tmp_path / "two", *LONG, *FREE, "seed=1", f"stream.follow={events}"
     )
 
 
-def test_a_part_of_a_run_can_be_followed_and_not_continued(tmp_path):
-  one = runs.train(tmp_path / "one", *LONG, "max_lag=2")
-  follow = f"stream.follow={tmp_path / 'one' / 'events.jsonl'}"
-  two = runs.train(tmp_path / "two", *LONG, "max_lag=2", follow, "num_steps=2")
-  assert two.groups == one.groups[:2]
+def test_a_part_of_a_run_can_be_followed_and_not_continued(tmp_path, made):
+  one = made(*FREE)
+  follow = f"stream.follow={one.folder / 'events.jsonl'}"
+  two = runs.train(tmp_path / "two", *LONG, *FREE, follow, "num_steps=2")
+  assert two.groups == one.run.groups[:2]
   with pytest.raises(types.InputError, match="^--workdir: .*step 2"):
-    runs.train(tmp_path / "two", *LONG, "max_lag=2", follow)
+    runs.train(tmp_path / "two", *LONG, *FREE, follow)
 
 
 def test_a_run_that_cannot_repeat_itself_is_refused():
@@ -172,8 +192,8 @@ def test_a_run_that_cannot_repeat_itself_is_refused():
 
 def test_checkpoints_of_another_run_or_name_are_refused(tmp_path):
   settings = (*LONG, "num_steps=2", "checkpoint.every=1")
-  for name in ("ours", "renamed"):
-    runs.train(tmp_path / name, *settings)
+  runs.train(tmp_path / "ours", *settings)
+  shutil.copytree(tmp_path / "ours", tmp_path / "renamed")
   runs.train(tmp_path / "theirs", *settings, "sampling.temperature=0.9")
   more = (*settings[:-2], "num_steps=4")
   theirs = tmp_path / "theirs" / "checkpoints"
@@ -187,11 +207,7 @@ def test_checkpoints_of_another_run_or_name_are_refused(tmp_path):
     runs.train(tmp_path / "renamed", *more)
 
 
-def test_a_longer_run_than_the_one_followed_is_refused(tmp_path):
-  settings = (*LONG, "max_lag=1", "num_steps=2")
-  runs.train(tmp_path / "one", *settings)
-  events = tmp_path / "one" / "events.jsonl"
-  with pytest.raises(types.InputError, match="Set num_steps=2"):
-    runs.train(
-      tmp_path / "two", *settings, "num_steps=3", f"stream.follow={events}"
-    )
+def test_a_longer_run_than_the_one_followed_is_refused(tmp_path, made):
+  follow = f"stream.follow={made(*FREE).folder / 'events.jsonl'}"
+  with pytest.raises(types.InputError, match="Set num_steps=6"):
+    runs.train(tmp_path / "two", *LONG, *FREE, follow, "num_steps=7")
