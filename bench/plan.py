@@ -42,32 +42,32 @@ KNOWN: dict[str, tuple[str, ...]] = {
   "lockstep, half": (
     *_SPLIT,
     "max_lag=0",
-    "sampling.rows=32",
-    "groups_per_step=8",
+    "sampling.rows=16",
+    "groups_per_step=4",
   ),
   "max_lag 1": (*_SPLIT, "max_lag=1"),
 }
 NEW: dict[str, tuple[str, ...]] = {
-  "max_lag 2, 48 slots": (*_SPLIT, "max_lag=2", "sampling.rows=48"),
-  "max_lag 1, 12 groups": (*_SPLIT, "max_lag=1", "groups_per_step=12"),
-  "max_lag 4, 32 slots, 24 groups": (
+  "max_lag 2, 24 slots": (*_SPLIT, "max_lag=2", "sampling.rows=24"),
+  "max_lag 1, 6 groups": (*_SPLIT, "max_lag=1", "groups_per_step=6"),
+  "max_lag 4, 16 slots, 12 groups": (
     *_SPLIT,
     "max_lag=4",
-    "sampling.rows=32",
-    "groups_per_step=24",
+    "sampling.rows=16",
+    "groups_per_step=12",
   ),
   "max_lag 1, groups of 4": (*_SPLIT, "max_lag=1", "group_size=4"),
-  "lockstep, 40 tokens, 96 slots": (
+  "lockstep, 20 tokens, 48 slots": (
     *_SPLIT,
     "max_lag=0",
-    "sampling.max_tokens=40",
-    "sampling.rows=96",
+    "sampling.max_tokens=20",
+    "sampling.rows=48",
   ),
-  "colocated, lockstep, 24 groups": (
+  "colocated, lockstep, 12 groups": (
     "placement.mode=colocated",
     "placement.cpu_devices=1",
     "max_lag=0",
-    "groups_per_step=24",
+    "groups_per_step=12",
   ),
 }
 
@@ -84,7 +84,7 @@ def score(rollout: types.Rollout, reference: str) -> float:
 
 
 def get_config() -> config.Run:
-  """A small decoder that stops after some thirty tokens, and learns nothing."""
+  """A small decoder that stops after some twenty tokens, and learns nothing."""
   return config.Run(
     model=decoder.Model(
       config=transformer.Config(
@@ -104,10 +104,10 @@ def get_config() -> config.Run:
     ),
     rewards=pool.Rewards(functions=(score,), batch=64),
     optim=optim.Optim(learning_rate=1e-7),
-    sampling=engine.Sampling(max_tokens=64, rows=64, block=8),
+    sampling=engine.Sampling(max_tokens=32, rows=32, block=4),
     placement=mesh.Placement(cpu_devices=2, mode="split"),
     num_steps=40,
-    groups_per_step=16,
+    groups_per_step=8,
     group_size=8,
     max_lag=0,
   )

@@ -46,6 +46,7 @@ def test_c123_length_figures_speak_of_all_rollouts():
   assert got["completion/mean_tokens"] == 6.0
   assert got["completion/truncated"] == 0.5
   assert got["completion/mean_tokens_finished"] == 4.0
+  assert [got[f"completion/p{p}_tokens"] for p in (25, 50, 99)] == [3, 5, 8]
   assert got["completion/max_tokens"] == 8
   assert got["completion/min_tokens"] == 3
 

@@ -250,6 +250,7 @@ def folder(path, costs, steps=16, name="tiny", **changes):
       "staleness/max": float(setting.max_lag),
       "completion/min_tokens": 6.0,
       "completion/max_tokens": 6.0,
+      "completion/mean_tokens": 6.0,
       **{f"completion/p{p}_tokens": 6.0 for p in (10, 25, 50, 75, 90, 99)},
     }
     lines.append(json.dumps(line))
@@ -307,6 +308,26 @@ def test_costs_are_found_again_in_the_runs_that_they_made(three):
   assert run.consumed_per_device_hour == pytest.approx(
     made.consumed_per_device_hour
   )
+
+
+def test_lengths_have_the_percentiles_and_the_mean_of_the_run(tmp_path):
+  path = folder(tmp_path / "run", _TRUE, max_lag=0)
+  drawn = sorted(round(0.5 + 20 * (i / 100) ** 3) for i in range(1, 101))
+  tops = {p: float(drawn[p - 1]) for p in (10, 25, 50, 75, 90, 99)}
+  known = {f"completion/p{p}_tokens": n for p, n in tops.items()}
+  known["completion/min_tokens"] = float(drawn[0])
+  known["completion/max_tokens"] = float(drawn[-1])
+  known["completion/mean_tokens"] = sum(drawn) / 100
+  lines = [
+    json.dumps(json.loads(line) | known)
+    for line in (path / "metrics.jsonl").read_text().splitlines()[:-1]
+  ]
+  (path / "metrics.jsonl").write_text("\n".join(lines))
+  found = measure.read(path).lengths
+  assert sum(found) / len(found) == pytest.approx(sum(drawn) / 100, abs=0.15)
+  assert (found[0], found[-1]) == (drawn[0], drawn[-1])
+  for percent, most in tops.items():
+    assert abs(found[percent - 1] - most) <= 1
 
 
 def test_a_single_run_says_what_it_does_not_know(three, monkeypatch):

@@ -394,5 +394,10 @@ def test_metrics_count_tokens_and_the_time_of_each_part():
       break
   assert before["engine/prefill_tokens"] == 40
   assert before["engine/decode_tokens"] == 16
+  # A chunk of the prompt a call; a token of both rows a column.
+  assert before["engine/prefill_calls"] == 2
+  assert before["engine/columns"] == 8
+  assert 1 <= before["engine/blocks"] <= 3
   path = pathlib.Path(__file__).parents[2] / "docs" / "metrics.md"
   assert "engine/{prefill,decode}_{tokens,s}" in path.read_text()
+  assert "engine/{prefill_calls,blocks,columns}" in path.read_text()

@@ -274,13 +274,22 @@ def _seconds(
 def _lengths(
   path: pathlib.Path, rows: Sequence[Mapping[str, float]]
 ) -> tuple[int, ...]:
-  """Returns lengths with the mean percentiles of some steps."""
+  """Returns lengths with the mean and the percentiles of some steps."""
   names = [f"completion/{name}" for name in (*_LENGTHS, "max_tokens")]
-  knots = [np.mean([_value(path, r, name) for r in rows]) for name in names]
-  at = (np.arange(_SAMPLE) + 0.5) * 100 / _SAMPLE
-  return tuple(
-    max(1, round(n)) for n in np.interp(at, _PERCENTS, knots).tolist()
+  knots, mean = (
+    np.array([np.mean([_value(path, r, name) for r in rows]) for name in those])
+    for those in (names, ["completion/mean_tokens"])
   )
+  weights = np.diff(_PERCENTS) / 100
+  low, rise = knots[:-1], np.diff(knots)
+  # How the lengths between two percentiles lie makes the mean what it is.
+  share = (mean[0] - weights @ low) / max(weights @ rise, 1e-9)
+  bend = 1 / np.clip(share, 0.05, 0.95) - 1
+  at = (np.arange(_SAMPLE) + 0.5) * 100 / _SAMPLE
+  i = np.searchsorted(_PERCENTS, at, side="right") - 1
+  part = (at - np.array(_PERCENTS)[i]) / (100 * weights[i])
+  values = low[i] + rise[i] * part**bend
+  return tuple(max(1, round(n)) for n in values.tolist())
 
 
 def _host(run: Measured) -> float:
