@@ -1,6 +1,6 @@
 """Compares what the planner expects with what runs then do.
 
-    python bench/plan.py [--quick] [--steps N]
+    python bench/plan.py [--quick] [--steps N] [--repeats N]
 
 Three runs are measured: two in lockstep, that differ in slots and in the size
 of the batch, and one in which the stages overlap. From what they cost, settings
@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,6 @@ from jaxrl_post import config, types
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.models import decoder, transformer
 from jaxrl_post.placement import mesh
-from jaxrl_post.planning import costs as costs_lib
 from jaxrl_post.planning import measure, simulate
 from jaxrl_post.rewards import pool
 from jaxrl_post.sampling import engine
@@ -141,24 +141,26 @@ def run(
   return measure.read(path)
 
 
-def compare(steps: int, folder: pathlib.Path) -> dict[str, dict]:
+def compare(steps: int, repeats: int, folder: pathlib.Path) -> dict[str, dict]:
   """Runs everything in turn, prints the table, returns the figures."""
-  known = [run(name, how, steps, folder) for name, how in KNOWN.items()]
-  costs = measure.calibrate(known)
-  rows, errors = [], []
-  for run_ in known:
-    rows.append((f"  {run_.name}", *_pair(run_, costs)))
-  for name, how in NEW.items():
-    made = run(name, how, steps, folder)
-    rows.append((f"* {name}", *_pair(made, costs)))
-    errors.append(abs(rows[-1][1] / rows[-1][2] - 1))
+  made: dict[str, list[measure.Measured]] = {n: [] for n in {**KNOWN, **NEW}}
+  for number in range(repeats):
+    for name, how in {**KNOWN, **NEW}.items():
+      made[name].append(run(f"{name}, {number}", how, steps, folder))
+  costs = measure.calibrate([one for name in KNOWN for one in made[name]])
   print(
     f"{'rollouts a device-hour':<38}{'planned':>12}{'measured':>12}   error"
   )
-  for name, planned, measured in rows:
+  errors = []
+  for name, ones in made.items():
+    setting = ones[0].setting
+    planned = simulate.simulate(setting, costs).consumed_per_device_hour
+    measured = statistics.median(one.consumed_per_device_hour for one in ones)
     error = planned / measured - 1
-    print(f"{name:<38}{planned:12.0f}{measured:12.0f}{error:+8.1%}")
-  print("* not used to calibrate")
+    mark = "*" if name in NEW else " "
+    errors += [abs(error)] * (name in NEW)
+    print(f"{mark} {name:<36}{planned:12.0f}{measured:12.0f}{error:+8.1%}")
+  print(f"* not used to calibrate; medians of {repeats}")
   worst = max(errors)
   return {
     "plan/worst_error": {
@@ -170,25 +172,21 @@ def compare(steps: int, folder: pathlib.Path) -> dict[str, dict]:
   }
 
 
-def _pair(run: measure.Measured, costs: costs_lib.Costs) -> tuple[float, float]:
-  planned = simulate.simulate(run.setting, costs).consumed_per_device_hour
-  return planned, run.consumed_per_device_hour
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
   """Reads the command line, measures and prints."""
   about = (__doc__ or "").partition("\n")[0]
   parser = argparse.ArgumentParser(description=about)
   parser.add_argument("--quick", action="store_true", help="a smoke test")
   parser.add_argument("--steps", type=int, default=40)
+  parser.add_argument("--repeats", type=int, default=1)
   parser.add_argument("--keep", help="a folder for the runs, to look at")
   chosen = parser.parse_args(arguments)
   steps = 16 if chosen.quick else chosen.steps
   if chosen.keep:
-    print(json.dumps(compare(steps, pathlib.Path(chosen.keep))))
+    print(json.dumps(compare(steps, chosen.repeats, pathlib.Path(chosen.keep))))
     return
   with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-    print(json.dumps(compare(steps, pathlib.Path(folder))))
+    print(json.dumps(compare(steps, chosen.repeats, pathlib.Path(folder))))
 
 
 if __name__ == "__main__":
