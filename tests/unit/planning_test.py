@@ -330,6 +330,13 @@ def test_lengths_have_the_percentiles_and_the_mean_of_the_run(tmp_path):
     assert abs(found[percent - 1] - most) <= 1
 
 
+def test_seconds_that_round_to_below_zero_are_none(three):
+  run = measure.read(three[0])
+  each = {**run.each, "idle/training/reward_pending": -1e-19}
+  run = dataclasses.replace(run, each=each)
+  assert measure.calibrate([run]).reward_s == 0.0
+
+
 def test_a_single_run_says_what_it_does_not_know(three, monkeypatch):
   monkeypatch.setattr(plan, "_LAGS", (0,))
   found = measure.calibrate([measure.read(three[0])])

@@ -154,7 +154,9 @@ def calibrate(runs: Sequence[Measured]) -> costs_lib.Costs:
   usual = costs_lib.Costs(column_s=1.0, update_s=1.0, lengths=(1,))
 
   def mean(*names: str) -> float:
-    return float(np.mean([sum(r.each[n] for n in names) for r in calm]))
+    # Differences of shares of time may round to a little below 0.
+    seconds = [sum(r.each[n] for n in names) for r in calm]
+    return max(0.0, float(np.mean(seconds)))
 
   column = _line(
     calm,
