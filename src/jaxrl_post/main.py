@@ -277,7 +277,7 @@ def _compile(cfg: config.Run) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table.to_json(report), indent=1), "utf-8")
     print(f"written: {path}")
-  return 0
+  return 0 if all(step.memory or step.used for step in report.steps) else 1
 
 
 def _launch() -> hosts_lib.Launch | None:

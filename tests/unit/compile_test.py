@@ -161,7 +161,7 @@ def test_products_and_collectives_are_those_of_the_model(report):
 def test_the_table_is_80_wide_and_says_what_to_turn(report):
   text = table.text(report)
   assert max(map(len, text.splitlines())) <= 80
-  assert "to make it smaller, raise optim.microbatches (2)" in text
+  assert "training, largest: of update; raise optim.microbatches (2)" in text
   shown = json.loads(json.dumps(table.to_json(report)))
   assert shown["topology"] == "h100:4" and shown["devices"] == 4
   assert [step["name"] for step in shown["steps"]][3] == "decode"
@@ -174,17 +174,40 @@ def test_the_table_is_80_wide_and_says_what_to_turn(report):
 def test_a_step_that_does_not_fit_is_shown_with_what_it_needs(report):
   steps = list(report.steps)
   steps[5] = dataclasses.replace(
-    steps[5], memory=None, cost=None, used=90 * 2**30
+    steps[5],
+    memory=None,
+    cost=None,
+    refusal="RESOURCE_EXHAUSTED: Ran out of memory on HBM",
+    used=90 * 2**30,
   )
   short = dataclasses.replace(report, steps=tuple(steps))
   assert not short.fits(False) and short.fits(True)
   text = table.text(short)
-  assert "refused: it needs 90.00 GiB of memory" in text
-  assert "largest in training: of update; to make it smaller, raise" in text
+  assert "refused: it needs 90.00 GiB" in text
+  assert "training, largest: of update; raise optim.microbatches" in text
   assert max(map(len, text.splitlines())) <= 80
-  assert json.loads(json.dumps(table.to_json(short)))["steps"][5]["memory"] == {
-    "total": 90 * 2**30
-  }
+  shown = json.loads(json.dumps(table.to_json(short)))["steps"][5]
+  assert shown["memory"] == {"total": 90 * 2**30}
+  assert shown["refusal"].startswith("RESOURCE_EXHAUSTED")
+
+
+@pytest.mark.parametrize(
+  ("refusal", "size"),
+  [
+    (
+      "Ran out of memory on HBM, the total memory required for HLO temporaries "
+      "(256.00G) exceeds available HBM (95.74G).",
+      256 * 2**30,
+    ),
+    (
+      "Ran out of memory in memory space hbm. Used 20M of 15.75G hbm.",
+      20 << 20,
+    ),
+    ("INTERNAL: RET_CHECK failure", 0),
+  ],
+)
+def test_what_the_compiler_wanted_is_read_from_its_refusal(refusal, size):
+  assert compiles._wanted(refusal) == size
 
 
 def test_what_is_parked_counts_only_while_it_is_used(report):

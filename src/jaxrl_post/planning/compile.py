@@ -62,8 +62,9 @@ class Step:
     calls: how often it runs for a batch, if all prompts and completions are as
       long as they may be.
     compile_s: seconds that lowering and compiling took here.
-    memory: None where the compiler refuses it for want of memory.
-    used: bytes that the compiler wanted then.
+    memory: None where the compiler refuses the program.
+    refusal: what it says then.
+    used: bytes that it wanted, if that is why; else 0.
     cost: None likewise.
     xla_s: seconds of a call as XLA estimates them; NaN if it does not.
   """
@@ -73,6 +74,7 @@ class Step:
   calls: int
   compile_s: float
   memory: Memory | None
+  refusal: str
   used: int
   cost: hlo.Cost | None
   xla_s: float
@@ -169,12 +171,11 @@ def run(
     say: told of each step when it is compiled.
 
   Returns:
-    What they take. A step that the compiler refuses for want of memory is
-    among them.
+    What they take. A step that the compiler refuses is among them, with what
+    it says.
 
   Raises:
     InputError: the run does not fit the number of devices.
-    RunError: the compiler failed for another reason.
   """
   check(cfg)
   shaped = prepare.model(cfg)
@@ -199,8 +200,8 @@ def run(
       name, lower, cfg=cfg, place=place, layout=layout, machine=machine
     )
     steps.append(step)
-    fits = "" if step.memory else "; it needs more memory than there is"
-    say(f"{name}: compiled in {step.compile_s:.1f} s{fits}")
+    how = "compiled" if step.memory else f"REFUSED ({step.refusal})"
+    say(f"{name}: {how} in {step.compile_s:.1f} s")
   leaves = place.publisher.leaves
   held, shared = _held(cfg, place, trainer.abstract), place.meshes.shared
   if shared:
@@ -256,11 +257,11 @@ def _compile(
   generates = name in ("prefill", "extend", "insert", "decode")
   mesh = place.meshes.generation if generates else place.meshes.training
   begun = time.monotonic()
-  memory, cost, used, xla_s = None, None, 0, math.nan
+  memory, cost, refusal, xla_s = None, None, "", math.nan
   try:
     made = lower().compile()
   except jax.errors.JaxRuntimeError as error:
-    used = _wanted(name, error)
+    refusal = chips.first_line(error)
   else:
     memory, cost = (
       _memory(made),
@@ -276,20 +277,17 @@ def _compile(
     calls=_calls(cfg)[name],
     compile_s=time.monotonic() - begun,
     memory=memory,
-    used=used,
+    refusal=refusal,
+    used=_wanted(refusal),
     cost=cost,
     xla_s=xla_s,
   )
 
 
-def _wanted(name: str, error: Exception) -> int:
-  """Returns bytes of which the compiler says that they are too many."""
-  found = _TOO_MUCH.search(str(error))
-  if found is None:
-    raise types.RunError(
-      f"compile {name}: expected a program, got {chips.first_line(error)}"
-    ) from error
-  return int(float(found[1]) * _UNITS[found[2]])
+def _wanted(refusal: str) -> int:
+  """Returns bytes of which the compiler says that they are too many, or 0."""
+  found = _TOO_MUCH.search(refusal)
+  return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
 def _memory(made: jax.stages.Compiled) -> Memory:

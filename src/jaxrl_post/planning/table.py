@@ -35,9 +35,10 @@ def to_json(report: compiles.Report) -> dict[str, Any]:
   Returns:
     `topology`, `devices`, `estimate`, `chip` (its limits), and for each of
     `steps` of a batch its `calls`, `compile_s`, `xla_s`, `limits_s` by
-    resource, `roofline_s`, `flops`, `hbm_bytes`, `collectives` and `memory`; of
-    `memory` by side its `parts` in the worst step, `total` and `fits`. Bytes
-    and seconds of one call on one device; null where nothing is known.
+    resource, `roofline_s`, `flops`, `hbm_bytes`, `collectives` and `memory`, or
+    the compiler's `refusal`; of `memory` by side its `parts` in the `worst`
+    step, `total`, `fits` and the `knob` of the largest. Bytes and seconds of
+    one call on one device; null where nothing is known.
   """
   machine = report.machine
   return {
@@ -81,7 +82,7 @@ def _step(report: compiles.Report, step: compiles.Step) -> dict[str, Any]:
     "roofline_s": max(limits.values(), default=None),
   }
   if cost is None or step.memory is None:
-    return shown | {"memory": {"total": step.used}}
+    return shown | {"refusal": step.refusal, "memory": {"total": step.used}}
   memory = dataclasses.asdict(step.memory)
   return shown | {
     "flops": cost.flops,
@@ -105,6 +106,7 @@ def _memory(report: compiles.Report) -> list[str]:
   sides = _sides(report)
   columns = [report.parts(report.worst(side)) for _, side in sides]
   names = list(dict.fromkeys(name for parts in columns for name in parts))
+  names.sort(key=lambda name: name.startswith("of "))
   room = report.machine.chip.hbm
 
   def row(label: str, *cells: str) -> str:
@@ -122,7 +124,7 @@ def _memory(report: compiles.Report) -> list[str]:
   lines.append(row("fits", *fits))
   for name, side in sides:
     largest, knob = _knob(report, side)
-    lines.append(f"largest in {name}: {largest}; to make it smaller, {knob}")
+    lines.append(f"{name}, largest: {largest}; {knob}")
   return lines
 
 
@@ -133,10 +135,8 @@ def _times(report: compiles.Report) -> list[str]:
   ]
   for step in report.steps:
     if step.cost is None:
-      lines.append(
-        f"{step.name:<9}{step.calls:>7}  refused: it needs {_gib(step.used)} "
-        "GiB of memory"
-      )
+      why = f"it needs {_gib(step.used)} GiB" if step.used else step.refusal
+      lines.append(f"{step.name:<9}{step.calls:>7}  refused: {why}"[:80])
       continue
     limits = step.limits(report.machine.chip)
     by = max(limits, key=lambda name: limits[name])
