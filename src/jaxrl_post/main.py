@@ -18,9 +18,8 @@ import jax
 from absl import app, flags, logging
 
 from jaxrl_post import collect, config, loop, prepare, roles, serve, types
-from jaxrl_post.planning import chips, simulate, table
-from jaxrl_post.planning import compile as compiles
 from jaxrl_post.planning import plan as planning
+from jaxrl_post.planning import simulate, table
 from jaxrl_post.runtime import (
   compare,
   folder,
@@ -136,6 +135,8 @@ _READERS: dict[
     ),
   ),
 }
+# Modes of which there may be several processes.
+_RUNS = ("train", "eval", "rollout", "serve", "dry_run")
 _INPUT_ERROR = 2
 _ADVICE = "; the same command goes on from the newest checkpoint, if any"
 
@@ -156,9 +157,10 @@ def main(argv: Sequence[str]) -> int:
   signals.listen(stopper.heard)
   try:
     _check_flags()
+    watch = _watch()
     if _MODE.value in _READERS:
       return _read(argv[1:])
-    return _run(stopper)
+    return _run(stopper, watch)
   except types.InputError as error:
     # One line for what the user can mend; a traceback would hide it.
     print(f"error: {error}", file=sys.stderr)
@@ -180,6 +182,7 @@ def _check_flags() -> None:
     (_TOPOLOGY, ("compile",)),
     (_PLAN, ("plan", "train")),
     (_DEVICES, ("plan",)),
+    *((flag, _RUNS) for flag in (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)),
   ):
     if flag.value is not None and _MODE.value not in modes:
       raise types.InputError(
@@ -208,7 +211,7 @@ def _read(names: Sequence[str]) -> int:
   return 0
 
 
-def _run(stopper: signals.Stopper) -> int:
+def _run(stopper: signals.Stopper, watch: writers.Watch) -> int:
   if _EXP.value is None:
     raise types.InputError(
       "--exp: expected the name of an experiment, got none. For a first run: "
@@ -221,7 +224,6 @@ def _run(stopper: signals.Stopper) -> int:
     )
   cfg = config.load(_EXP.value, pathlib.Path("experiments"))
   cfg = config.override(cfg, _SET.value)
-  watch = _watch()
   launch = _launch()
   if _MODE.value in ("train", "dry_run"):
     prepare.check_schedule(cfg)
@@ -268,15 +270,7 @@ def _compile(cfg: config.Run) -> int:
       "--topology: expected a machine with --mode=compile, got none. For "
       "example v5p:4x4x4."
     )
-  compiles.check(cfg)
-  chips.start(_TOPOLOGY.value)
-  report = compiles.run(cfg, chips.machine(_TOPOLOGY.value), print)
-  print(f"\n{table.text(report)}")
-  if _WORKDIR.value is not None:
-    path = pathlib.Path(_WORKDIR.value) / "compile.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table.to_json(report), indent=1), "utf-8")
-    print(f"written: {path}")
+  report = table.make(cfg, _TOPOLOGY.value, _WORKDIR.value, print)
   return 0 if all(step.memory or step.used for step in report.steps) else 1
 
 

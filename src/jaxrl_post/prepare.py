@@ -107,8 +107,10 @@ def prepare(cfg: config.Run) -> Parts:
     data=data,
     env=single_turn.SingleTurn(cfg.group_size, sampling, data.tokenizer.decode),
     eval_env=single_turn.SingleTurn(1, greedy, data.tokenizer.decode),
-    reference=_reference(cfg, shape, data.tokenizer),
+    reference=reference(cfg, shape),
   )
+  if cfg.reference is not None and cfg.reference.path is not None:
+    _check_same_ids(cfg.reference.path, data.tokenizer)
   if cfg.replay is not None:
     _check_replay(cfg.replay, about(cfg, parts))
   if cfg.stream.follow:
@@ -125,10 +127,21 @@ def _shape(model: decoder.Model) -> transformer.Config:
   return weights.read_config(model.path)
 
 
-def _reference(
-  cfg: config.Run, policy: transformer.Config, ours: tokenizers.Tokenizer
+def reference(
+  cfg: config.Run, policy: transformer.Config
 ) -> references.Source | None:
-  """Reads the shape of the reference and checks that it speaks as we do."""
+  """Reads the shape of a run's reference, but no weights.
+
+  Args:
+    cfg: the run.
+    policy: shape of the policy.
+
+  Returns:
+    None where it is the policy's own first weights, or there is none.
+
+  Raises:
+    InputError: there is no such model, or it does not fit the policy.
+  """
   model = cfg.reference
   if model is None:
     return None
@@ -152,7 +165,6 @@ def _reference(
       )
   if path is not None:
     weights.check(path, shape)
-    _check_same_ids(path, ours)
   made = decoder.Decoder(shape, model.dtype, chunk=model.chunk)
   return references.Source(made, path)
 

@@ -232,6 +232,9 @@ def test_discounted_sums_skip_tokens_of_tools():
   found = baselines.discounted(rewards, _row(_MASK), ids, decay=0.5)[0]
   np.testing.assert_allclose(found[jnp.array([1, 2, 5])], [5, 6, 6])
   np.testing.assert_allclose(found[jnp.array([7, 8])], [12.5, 9])
+  endless = rewards.at[0, 8].set(jnp.inf)
+  apart = baselines.discounted(endless, _row(_MASK), ids, decay=0.5)[0]
+  np.testing.assert_array_equal(apart[:6], found[:6])
 
 
 def test_distillation_scores_by_the_log_ratio_to_the_teacher():

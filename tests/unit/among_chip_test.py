@@ -176,6 +176,14 @@ def test_cudnn_is_called_where_it_takes_the_shape(
 def test_the_device_says_what_reads():
   tpu, cpu = topology_test.slices("v5e:2x2")[0], jax.devices()[0]
   assert among.backend(tpu) == "splash" and among.backend(cpu) == "xla"
-  gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+  gpu, old = (
+    types.SimpleNamespace(
+      platform="gpu",
+      device_kind=f"NVIDIA {name}",
+      compute_capability=capability,
+    )
+    for name, capability in (("H200", "9.0"), ("Tesla T4", "7.5"))
+  )
   amd = types.SimpleNamespace(platform="gpu", device_kind="AMD Instinct MI300X")
-  assert among.backend(gpu) == "cudnn" and among.backend(amd) == "xla"
+  assert among.backend(gpu) == "cudnn"
+  assert among.backend(amd) == among.backend(old) == "xla"

@@ -9,8 +9,10 @@ import pytest
 from absl.testing import flagsaver
 
 from jaxrl_post import config, main, types
+from jaxrl_post.algos import distill, divergence
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.models import decoder, transformer
+from jaxrl_post.models import spec as specs
 from jaxrl_post.placement import mesh
 from jaxrl_post.planning import chips, table
 from jaxrl_post.planning import compile as compiles
@@ -24,9 +26,9 @@ def _never(index: int) -> types.Example:
   raise AssertionError("no prompt is read")
 
 
-def _run(**changes) -> config.Run:
-  shape = transformer.Config(
-    num_layers=2,
+def _shape(num_layers: int = 2) -> transformer.Config:
+  return transformer.Config(
+    num_layers=num_layers,
     width=256,
     num_heads=8,
     num_kv_heads=4,
@@ -34,8 +36,11 @@ def _run(**changes) -> config.Run:
     ff_width=512,
     vocab_size=1024,
   )
+
+
+def _run(**changes) -> config.Run:
   made = config.Run(
-    model=decoder.Model(config=shape, dtype="bfloat16", remat=True),
+    model=decoder.Model(config=_shape(), dtype="bfloat16", remat="layer"),
     data=dataset.Data(train=sources.Generated(_never, size=8), max_prompt=128),
     rewards=pool.Rewards(functions=(exact.exact,)),
     optim=optim.Optim(microbatches=2),
@@ -54,7 +59,7 @@ def _run(**changes) -> config.Run:
 STEPS = ["prefill", "extend", "insert", "decode", "score", "update", "publish"]
 
 
-def _compiled(name: str, some: list[str]) -> compiles.Report:
+def _compiled(name: str, some: list[str], **changes) -> compiles.Report:
   """Compiles some of the steps for a machine."""
   every, said = compiles._lowered, []
 
@@ -68,7 +73,7 @@ def _compiled(name: str, some: list[str]) -> compiles.Report:
     patch.setattr(compiles, "_lowered", lowered)
     # What was compiled without a chip cannot be read back from a cache.
     jax.config.update("jax_enable_compilation_cache", name.startswith("h"))
-    made = compiles.run(_run(), chips.machine(name), said.append)
+    made = compiles.run(_run(**changes), chips.machine(name), said.append)
   jax.config.update("jax_enable_compilation_cache", before)
   assert [step.name for step in made.steps] == some
   assert len(said) == 1 + len(some)
@@ -225,6 +230,32 @@ def test_what_is_parked_counts_only_while_it_is_used(report):
   assert compiles._absent("decode", cfg) == frozenset()
 
 
+def test_a_reference_of_its_own_counts_with_its_shape_and_dtype():
+  policy = _run()
+  small = dataclasses.replace(
+    policy.model, remat="none", dtype="bfloat16", config=_shape(num_layers=1)
+  )
+  asked = dict(algo=distill.objective(), reference=small)
+  report = _compiled("h100:4", ["score"], **asked)
+  weights = specs.count(transformer.spec(_shape(num_layers=1)))
+  # In bfloat16, over the two devices that train.
+  assert report.held[0]["reference"] == pytest.approx(weights, rel=0.01)
+  uses = {name: compiles._uses(name, _run(**asked)) for name in STEPS}
+  assert "reference" in uses["score"] and "reference" not in uses["update"]
+  moving = dataclasses.replace(
+    policy.algo, kl=divergence.Kl(0.1, every=2, share=0.5)
+  )
+  assert "reference" in compiles._uses("update", _run(algo=moving))
+
+
+def test_what_to_turn_is_a_setting_that_a_run_takes():
+  placed = mesh.split(_run().placement, jax.devices()[:4])
+  model = dataclasses.replace(_run().model, remat="none")
+  knobs = compiles._knobs(_run(model=model), placed)
+  assert knobs["of update"] == "set model.remat=layer"
+  assert "microbatches" in compiles._knobs(_run(), placed)["of update"]
+
+
 @pytest.mark.slow
 def test_all_steps_compile_for_a_tpu():
   report = _compiled("v5e:2x2", STEPS)
@@ -265,6 +296,11 @@ def test_what_the_run_refuses_is_refused_before_compiling():
     ({"mode": "compile"}, "--topology: expected a machine with --mode=compile"),
     ({"mode": "compile", "topology": "v7:1"}, "got 'v7:1'"),
     ({"topology": "v5e:2x2"}, "--topology: expected none with --mode=train"),
+    (
+      {"mode": "compile", "topology": "h100:4", "workdir": "/dev/null"},
+      "--workdir: expected a folder to write to, got /dev/null (File exists)",
+    ),
+    ({"mode": "report", "process_id": 1}, "--process_id: expected none with"),
   ],
 )
 def test_the_command_line_says_what_is_missing_and_exits_2(

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_post import types
 from jaxrl_post.algos import losses, sequences
@@ -130,8 +130,10 @@ def discounted(
     The sums on the mask, 0 elsewhere.
   """
   own = mask > 0
-  keep = _same_as_next(segment_ids) * jnp.where(own, decay, 1.0)
-  sums = _from_behind(jnp.where(own, rewards, 0.0), keep)
+  keep = jnp.where(own, decay, 1.0)
+  sums = _from_behind(
+    jnp.where(own, rewards, 0.0), keep, _same_as_next(segment_ids)
+  )
   return jnp.where(own, sums, 0.0)
 
 
@@ -142,26 +144,34 @@ def following(
 ) -> Float[Array, "B T"]:
   """Returns x at the next token of the mask; 0 at the last of a segment."""
   own, joined = mask > 0, _same_as_next(segment_ids)
-  nearest = _from_behind(jnp.where(own, x, 0.0), jnp.where(own, 0.0, joined))
+  nearest = _from_behind(
+    jnp.where(own, x, 0.0), jnp.ones_like(x), joined & ~own
+  )
   behind = jnp.pad(nearest[:, 1:], ((0, 0), (0, 1)))
-  return jnp.where(own, joined * behind, 0.0)
+  return jnp.where(own & joined, behind, 0.0)
 
 
-def _same_as_next(segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
-  """Returns 1 where the next token is of the same segment, 0 elsewhere."""
+def _same_as_next(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+  """Returns where the next token is of the same segment."""
   same = segment_ids[:, :-1] == segment_ids[:, 1:]
-  return jnp.pad(same.astype(jnp.float32), ((0, 0), (0, 1)))
+  return jnp.pad(same, ((0, 0), (0, 1)))
 
 
 def _from_behind(
-  x: Float[Array, "B T"], keep: Float[Array, "B T"]
+  x: Float[Array, "B T"], keep: Float[Array, "B T"], joined: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-  """Returns y_t = x_t + keep_t y_(t+1), in log T steps (Blelloch 1990)."""
+  """Returns y_t = x_t + keep_t y_(t+1), in log T steps (Blelloch 1990).
 
-  def join(later: tuple[jax.Array, jax.Array], here: tuple):
-    return later[0] * here[0], here[1] + here[0] * later[1]
+  The second term only where joined: nothing passes on, not even an infinity.
+  """
 
-  _, sums = jax.lax.associative_scan(join, (keep, x), reverse=True, axis=1)
+  def join(later: tuple[jax.Array, ...], here: tuple[jax.Array, ...]):
+    x, keep, joined = here
+    more = jnp.where(joined, keep * later[0], 0.0)
+    return x + more, keep * later[1], joined & later[2]
+
+  steps = (x, keep, joined)
+  sums, *_ = jax.lax.associative_scan(join, steps, reverse=True, axis=1)
   return sums
 
 

@@ -27,6 +27,8 @@ SHORT, _BLOCK = 512, 256
 # The kernels keep which query reads which key: [S, S] for each row.
 _MOST = 8192
 _LANES = 128
+# Compute capability that cuDNN's attention needs.
+_AMPERE = (8, 0)
 # Blocks of the TPU kernel, the largest that divides both lengths.
 _TILES = (512, 256, _LANES)
 
@@ -124,8 +126,10 @@ def backend(device: Any) -> Backend:
   """Returns what reads fastest on such a device."""
   if device.platform == "tpu":
     return "splash"
-  nvidia = device.platform == "gpu" and "NVIDIA" in device.device_kind
-  return "cudnn" if nvidia else "xla"
+  if device.platform == "gpu" and "NVIDIA" in device.device_kind:
+    capability = tuple(map(int, device.compute_capability.split(".")))
+    return "cudnn" if capability >= _AMPERE else "xla"
+  return "xla"
 
 
 def on(

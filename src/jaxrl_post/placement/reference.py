@@ -54,12 +54,12 @@ class Placed:
 
   Attributes:
     decoder: the model, and how rows and positions of what it scores lie.
-    shardings: of each weight, in the memory of devices.
+    abstract: shape of each weight, and how it lies in the memory of devices.
     load: reads or draws the weights.
   """
 
   decoder: decoders.Decoder
-  shardings: types.Tree
+  abstract: types.Tree
   load: Callable[[], Reference]
 
 
@@ -94,7 +94,8 @@ def place(
       params = jax.device_put(params, away)
     return Reference(params, digest)
 
-  return Placed(decoder=source.decoder, shardings=home, load=load)
+  abstract = specs.on(specs.abstract(spec, dtype), home)
+  return Placed(decoder=source.decoder, abstract=abstract, load=load)
 
 
 def _digest(params: types.Tree, home: types.Tree) -> str:

@@ -51,6 +51,8 @@ class Trainer:
 
   Attributes:
     abstract: shapes and shardings of the state, to restore it into.
+    reference: those of the weights that `score` compares with, where it needs
+      them; None where there are none, or with adapters.
     start: weights to the state before the first update.
     put: places a batch of the host, the same in every process, of which each
       keeps its own rows.
@@ -62,6 +64,7 @@ class Trainer:
   """
 
   abstract: types.TrainState
+  reference: types.Tree
   start: Callable[[types.Tree], types.TrainState]
   put: Callable[[types.Batch], types.Batch]
   score: Score
@@ -209,6 +212,8 @@ def build(
     return dataclasses.replace(state, params=moved), metrics
 
   resting = _parked(shardings, park, mesh)
+  there = specs.on(shapes, shardings)
+  weighed = there.reference if reference is None else reference.abstract
 
   def launch_start(params: types.Tree) -> types.TrainState:
     with lock:
@@ -240,6 +245,7 @@ def build(
 
   return Trainer(
     abstract=specs.on(shapes, resting),
+    reference=weighed,
     start=launch_start,
     put=functools.partial(_put, mesh=mesh),
     score=launch_score,
@@ -248,7 +254,9 @@ def build(
       _lower,
       score,
       update,
-      specs.on(shapes, shardings),
+      there,
+      judge=weighed,
+      moves=moves,
       trains=trains,
       mesh=mesh,
     ),
@@ -270,7 +278,9 @@ def _judge(
   """Returns the reference's model, None for the policy's; how weights lie."""
   if reference is None:
     return None, shardings.reference
-  return reference.decoder, reference.shardings
+  return reference.decoder, jax.tree.map(
+    lambda x: x.sharding, reference.abstract
+  )
 
 
 def _rest(state: types.TrainState, moves: bool) -> types.TrainState:
@@ -301,15 +311,17 @@ def _lower(
   state: types.TrainState,
   batch: types.Batch,
   *,
+  judge: types.Tree,
+  moves: bool,
   trains: trained.Setting,
   mesh: jax.sharding.Mesh,
 ) -> dict[str, Callable[[], jax.stages.Lowered]]:
-  """Says how to lower the two programs for shapes of state and batch."""
+  """Says how to lower the two programs for shapes of all that they take."""
   rows, own = _laid(mesh, batch), _critic_weights(state)
-  given = (state.params, state.adapters, state.reference, own, rows)
+  given = (state.params, state.adapters, judge, own, rows)
   scored = _laid(mesh, jax.eval_shape(score, *given))
   moving, frozen = trained.split(trains, state.params)
-  rest = dataclasses.replace(state, params=None)
+  rest = _rest(state, moves)
   return {
     "score": lambda: score.lower(*given),
     "update": lambda: update.lower(moving, frozen, rest, scored),

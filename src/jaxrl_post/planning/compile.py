@@ -31,7 +31,7 @@ _USES = {
   "insert": {"cache"},
   "decode": {"engine weights", "cache"},
   "score": {"parameters", "reference", "adapters", "critic"},
-  "update": {"parameters", "reference", "adapters", "critic", "optimizer"},
+  "update": {"parameters", "adapters", "critic", "optimizer"},
   "publish": {"parameters"},
 }
 
@@ -102,7 +102,8 @@ class Report:
     held: bytes of a device that stay between steps, by name, for training and
       for generation; the same, if both share devices.
     shared: whether they do.
-    absent: names of what is elsewhere while a step runs, by its name.
+    uses: names of what a step is given of what stays, by its name.
+    absent: likewise of what is elsewhere while it runs.
     aliased: bytes of engine weights that are the trainer's own.
     knobs: setting that makes a part smaller, by the name of what is held, or of
       the step whose temporaries it is.
@@ -113,13 +114,14 @@ class Report:
   steps: tuple[Step, ...]
   held: tuple[Mapping[str, int], Mapping[str, int]]
   shared: bool
+  uses: Mapping[str, frozenset[str]]
   absent: Mapping[str, frozenset[str]]
   aliased: int
   knobs: Mapping[str, str]
 
   def parts(self, step: Step) -> dict[str, int]:
     """Returns bytes of a device while a step runs, by what they are for."""
-    uses = _USES[step.name]
+    uses = self.uses[step.name]
     held = {
       name: size
       for name, size in self.held[step.generates].items()
@@ -143,7 +145,8 @@ class Report:
     """Whether every step of a side fits into the memory of its devices."""
     step = self.worst(generates)
     room = self.machine.chip.hbm
-    compiled = all(s.memory for s in self.steps if s.generates == generates)
+    here = [s for s in self.steps if self.shared or s.generates == generates]
+    compiled = all(step.memory for step in here)
     return compiled and sum(self.parts(step).values()) <= room
 
 
@@ -191,6 +194,7 @@ def run(
     key=jax.random.key(cfg.seed),
     devices=devices,
     trains=cfg.optim.trained,
+    reference=prepare.reference(cfg, shaped.config),
   )
   say(f"compiling for {machine.name}: {place.meshes}")
   trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
@@ -203,7 +207,7 @@ def run(
     how = "compiled" if step.memory else f"REFUSED ({step.refusal})"
     say(f"{name}: {how} in {step.compile_s:.1f} s")
   leaves = place.publisher.leaves
-  held, shared = _held(cfg, place, trainer.abstract), place.meshes.shared
+  held, shared = _held(place, trainer), place.meshes.shared
   if shared:
     held = held[0] | held[1], held[0] | held[1]
   return Report(
@@ -212,6 +216,7 @@ def run(
     steps=tuple(steps),
     held=held,
     shared=shared,
+    uses={step.name: _uses(step.name, cfg) for step in steps},
     absent={step.name: _absent(step.name, cfg) for step in steps},
     aliased=sum(
       _bytes(leaf.trained) for leaf in leaves if leaf.is_alias and shared
@@ -338,14 +343,15 @@ def _calls(cfg: config.Run) -> dict[str, int]:
 
 
 def _held(
-  cfg: config.Run, place: programs.Programs, state: types.TrainState
+  place: programs.Programs, trainer: trainers.Trainer
 ) -> tuple[dict[str, int], dict[str, int]]:
   """Returns bytes that stay on a training and on a generating device."""
   assert place.steps is not None, "not in mode roles"
+  state = trainer.abstract
   training = {
     "parameters": _bytes(state.params),
     "optimizer": _bytes(state.opt_state),
-    "reference": _bytes(state.reference),
+    "reference": _bytes(trainer.reference),
     "adapters": _bytes(state.adapters),
     "critic": _bytes(state.critic),
   }
@@ -366,9 +372,15 @@ def _held(
   )
 
 
+def _uses(name: str, cfg: config.Run) -> frozenset[str]:
+  """Returns what a step is given: an update, a reference only if it moves."""
+  moves = name == "update" and cfg.algo.reference_moves[0] > 0
+  return frozenset(_USES[name] | ({"reference"} if moves else set()))
+
+
 def _absent(name: str, cfg: config.Run) -> frozenset[str]:
   """Returns what is not on the devices while a step runs."""
-  absent = set(cfg.placement.park) - _USES[name]
+  absent = set(cfg.placement.park) - _uses(name, cfg)
   if name == "publish" and cfg.placement.publish.buffers == "free_first":
     absent.add("engine weights")
   return frozenset(absent)
@@ -388,7 +400,7 @@ def _knobs(cfg: config.Run, placed: meshes.Meshes) -> dict[str, str]:
   park = "set placement.park=optimizer"
   can_park = placed.shared and "optimizer" not in cfg.placement.park
   cut = f"raise optim.microbatches ({cfg.optim.microbatches})"
-  remat = cut if cfg.model.remat else "set model.remat=true"
+  remat = "set model.remat=layer" if cfg.model.remat == "none" else cut
   tensor = placed.generation.shape["tensor"]
   fewer = f"lower sampling.rows ({cfg.sampling.rows})"
   call = f"lower sampling.prefill_tokens ({cfg.sampling.prefill_tokens})"

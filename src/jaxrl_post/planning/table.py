@@ -1,13 +1,60 @@
 """What `compile` found out, for the terminal and as JSON."""
 
 import dataclasses
+import json
 import math
+import pathlib
+import tempfile
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
+from jaxrl_post import config, types
+from jaxrl_post.planning import chips
 from jaxrl_post.planning import compile as compiles
 
 _GIB = 2**30
+_FILE = "compile.json"
+
+
+def make(
+  cfg: config.Run, topology: str, folder: str | None, say: Callable[[str], None]
+) -> compiles.Report:
+  """Compiles the steps of a run and says what they take.
+
+  Args:
+    cfg: the run.
+    topology: the machine, for `chips.machine`.
+    folder: gets `compile.json`; None writes nothing.
+    say: takes lines, those of the progress first.
+
+  Raises:
+    InputError: from `compile.run`, or nothing can be written to `folder`.
+  """
+  compiles.check(cfg)
+  if folder is not None:
+    _probe(folder)
+  chips.start(topology)
+  report = compiles.run(cfg, chips.machine(topology), say)
+  say(f"\n{text(report)}")
+  if folder is not None:
+    path = pathlib.Path(folder) / _FILE
+    path.write_text(json.dumps(to_json(report), indent=1), "utf-8")
+    say(f"written: {path}")
+  return report
+
+
+def _probe(folder: str) -> None:
+  """Makes a folder, and a file in it, before minutes of compiling."""
+  try:
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+      pass
+  except OSError as error:
+    raise types.InputError(
+      f"--workdir: expected a folder to write to, got {folder} "
+      f"({error.strerror}). Name another."
+    ) from error
 
 
 def text(report: compiles.Report) -> str:
