@@ -19,7 +19,7 @@ import matplotlib as mpl
 import matplotlib.figure
 import numpy as np
 
-from jaxrl_post.runtime import summary
+from jaxrl_post.runtime import history, summary
 
 # Of Okabe and Ito: colours that all readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -28,7 +28,7 @@ _STYLE: Any = {"svg.hashsalt": "curve", "svg.fonttype": "none", "font.size": 10}
 
 
 def series(
-  rows: Sequence[summary.Row], name: str
+  rows: Sequence[history.Row], name: str
 ) -> tuple[np.ndarray, np.ndarray]:
   """Takes one metric out of the lines of a run.
 
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figure.savefig(chosen.out, dpi=150, metadata=fixed)
 
 
-def _read(run: pathlib.Path) -> list[summary.Row]:
+def _read(run: pathlib.Path) -> list[history.Row]:
   try:
     rows = summary.read(run)
   except OSError as error:

@@ -15,6 +15,7 @@ from jaxrl_post.envs import replay, stream, together
 from jaxrl_post.runtime import (
   clock,
   dump,
+  history,
   log,
   metrics,
   profile,
@@ -24,8 +25,6 @@ from jaxrl_post.runtime import (
 
 # In a run folder: what the run is expected to give, if it was planned.
 PLAN_FILE = "plan.json"
-# Steps of a process that are not compared with it: they compile.
-_COLD_STEPS = 3
 
 
 class Recorder:
@@ -233,7 +232,7 @@ class Recorder:
     """Compares what was expected with what there is, of throughput."""
     if self._expected is None:
       return {}
-    if step - self._first == _COLD_STEPS:
+    if step - self._first == history.FIRST_STEPS:
       self._warm = step, seconds
     if self._warm is None or step == self._warm[0]:
       return {"plan/error": math.nan}

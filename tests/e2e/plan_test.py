@@ -27,9 +27,9 @@ def test_a_run_logs_how_far_it_is_from_the_plan_of_another(tmp_path):
   expected = json.loads((tmp_path / "two" / record.PLAN_FILE).read_text())
   lines = [x for x in summary.read(tmp_path / "two") if "reward/mean" in x]
   errors = [line["plan/error"] for line in lines]
-  assert errors[:3] == [None] * 3 and None not in errors[3:]
-  wall = lines[-1]["time/seconds"] - lines[2]["time/seconds"]
-  measured = wall / (len(lines) - 3)
+  assert errors[:5] == [None] * 5 and None not in errors[5:]
+  wall = lines[-1]["time/seconds"] - lines[4]["time/seconds"]
+  measured = wall / (len(lines) - 5)
   assert errors[-1] == measured / expected["step_s"] - 1
 
 

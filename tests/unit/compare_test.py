@@ -2,13 +2,14 @@
 
 import json
 import math
+import pathlib
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.runtime import compare, steps
+from jaxrl_post.runtime import compare, history, steps
 
 SETTINGS: dict[str, Any] = {
   "model": {"chunk": 1024, "config": {"width": 64}, "path": None},
@@ -72,10 +73,9 @@ def lines(
   return made
 
 
-def run(made: list[dict[str, Any]], name="run", **settings) -> steps.Run:
-  leaves = steps.folder_lib.leaves({**SETTINGS, **settings})
-  return steps.Run(
-    name=name, leaves=leaves, rows=tuple(made), tests={}, data=None
+def run(made: list[dict[str, Any]], name="run", **settings) -> history.Run:
+  return history.Run(
+    path=pathlib.Path(name), config={**SETTINGS, **settings}, lines=made
   )
 
 
@@ -133,20 +133,28 @@ def test_steps_that_compile_and_those_after_a_gap_do_not_count():
   for row in made[40:]:
     row["compile/count"] += 1  # one program more, from step 41 on
   del made[20]
-  ok = steps.counted(run(made))
+  ok = history.counted(made)
   steps_out = {made[at]["step"] for at in np.flatnonzero(~ok)}
-  assert steps_out == {1, 2, 3, 4, 5, 22, 41}
+  assert steps_out == {1, 2, 3, 4, 5, 6, 22, 41, 59, 60}
 
 
-def test_a_run_that_was_continued_is_counted_without_its_first_step():
+def test_the_first_steps_of_a_process_that_goes_on_do_not_count_either():
   made = lines(0, 60)
   for row in made[30:]:
     row["compile/seconds"] = 3.0
     row["engine/decode_tokens"] -= 30 * ROLLOUTS
-  assert steps.restarts(run(made)) == 1
-  assert steps.restarts(run(lines(0, 60))) == 0
-  assert not steps.counted(run(made))[30]
-  assert steps.counted(run(made)).sum() == 60 - 5 - 1
+  assert list(np.flatnonzero(history.restarted(made))) == [30]
+  assert not history.restarted(lines(0, 60)).any()
+  out = [*range(6), *range(30, 36), 58, 59]
+  assert list(np.flatnonzero(~history.counted(made))) == out
+
+
+def test_the_further_ahead_generation_was_the_fewer_steps_count():
+  ok = history.counted(lines(0, 60, lag=4.0))
+  assert list(np.flatnonzero(ok)) == list(range(9, 55))
+  silent = [{**row, "staleness/max": None} for row in lines(0, 60)]
+  assert list(np.flatnonzero(history.counted(silent))) == list(range(5, 59))
+  assert not history.counted(lines(0, 8)).any()
 
 
 def test_rewards_are_compared_step_by_step_up_to_the_shorter_run():
@@ -304,16 +312,19 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
   a = written(tmp_path / "a", lines(1, 40))
   with (a / "metrics.jsonl").open("a") as file:
     file.write('{"step": 41, "rew')
-  assert len(steps.read(a).rows) == 40
+  assert len(history.read(a).rows) == 40
 
 
 @pytest.mark.parametrize(
   ("spoil", "message"),
   [
-    (lambda path: (path / "config.json").unlink(), "with config.json"),
-    (lambda path: (path / "metrics.jsonl").unlink(), "with metrics.jsonl"),
+    (lambda path: (path / "config.json").unlink(), "without config.json"),
+    (lambda path: (path / "metrics.jsonl").unlink(), "without metrics.jsonl"),
     (lambda path: (path / "metrics.jsonl").write_text("{}\n"), "trained step"),
-    (lambda path: (path / "metrics.jsonl").write_text("{\n"), "expected JSON"),
+    (
+      lambda path: (path / "metrics.jsonl").write_text("{\n"),
+      "line 1: expected",
+    ),
   ],
 )
 def test_what_is_no_run_is_refused_in_a_line(tmp_path, spoil, message):

@@ -1,5 +1,6 @@
 """The five signs, the regime and the lever, of runs whose seconds are known."""
 
+import numpy as np
 import pytest
 
 from jaxrl_post.runtime import diagnose, window
@@ -23,26 +24,30 @@ def fires(found: diagnose.Diagnosis) -> list[bool | None]:
 def test_compilation_at_the_start_is_in_no_figure():
   rows = report_runs.lines(*LOCKSTEP)
   found = window.steady(rows)
-  assert (found.first, found.last, found.steps) == (2, 12, 10)
-  assert found.seconds == pytest.approx(10.0)
+  assert found is not None
+  assert (found.first, found.last, found.steps) == (6, 11, 6)
+  assert found.seconds == pytest.approx(6.0)
   assert found.shares["generation"]["busy"] == pytest.approx(0.6)
   assert found.shares["generation"]["compile"] == pytest.approx(0.0, abs=1e-9)
-  whole = window.between(None, rows[-1], rows)
+  whole = window.over(rows, np.ones(len(rows), bool))
   assert whole.shares["generation"]["compile"] == pytest.approx(5 / 17)
   for shares in (*found.shares.values(), *whole.shares.values()):
     assert sum(shares.values()) == pytest.approx(1.0)
 
 
-def test_a_late_compilation_moves_the_start_if_half_of_the_steps_stay():
+def test_only_steps_in_which_nothing_is_built_are_measured():
   rows = report_runs.lines(*LOCKSTEP)
-  for row in rows[4:]:
+  for row in rows[7:]:
     row["compile/count"] = 8.0
-  assert window.steady(rows).first == 5
-  for row in rows[9:]:
-    row["compile/count"] = 9.0
-  late = window.steady(rows)
-  assert (late.first, late.compiled) == (2, 2)
-  assert "2 programs were built" in diagnose.diagnose(rows, {}).notes[-1]
+  found = window.steady(rows)
+  assert found is not None and found.span == "5 of steps 6 to 11"
+  assert found.seconds == pytest.approx(5.0)
+  for at, row in enumerate(rows):
+    row["compile/count"] = float(at)
+  assert window.steady(rows) is None
+  late = diagnose.diagnose(rows, report_runs.config())
+  assert fires(late) == [None] * 5 and late.levers == []
+  assert late.because == "needs 3 steps that count, got 0 of 12"
 
 
 def test_lockstep_that_generation_bounds_gains_by_one_version_of_lag():
@@ -122,7 +127,9 @@ def test_an_engine_elsewhere_works_as_long_as_it_says():
   rows = report_runs.lines({"busy": 1.0}, {"busy": 1.0})
   for row in rows:
     row["fleet/busy_s"] = 0.25 * row["step"]
-  found = window.steady(rows).shares["generation"]
+  made = window.steady(rows)
+  assert made is not None
+  found = made.shares["generation"]
   assert (found["busy"], found["transit"]) == (
     pytest.approx(0.25),
     pytest.approx(0.75),
@@ -180,17 +187,6 @@ def test_an_evaluation_of_both_stages_is_one():
   assert found.signs[1].figure == pytest.approx(1 - 0.3 - 0.3 - 0.2)
 
 
-def test_stages_that_still_compile_are_not_tuned():
-  rows = report_runs.lines(
-    {"busy": 0.9, "idle/lag_gate": 0.1},
-    {"busy": 0.95, "overhead/compile": 0.05},
-  )
-  found = diagnose.diagnose(rows, report_runs.config(max_lag=1))
-  assert fires(found)[:3] == [None, False, False]
-  assert found.regime == "not known" and found.levers == []
-  assert "no longer compile: 0.05 of the time" in found.because
-
-
 def test_devices_that_are_held_and_not_used_count():
   settings = report_runs.config(placement__mode="colocated")
   rows = report_runs.lines(*LOCKSTEP, devices=(8, 2, 2))
@@ -243,7 +239,7 @@ def test_few_steps_old_runs_and_nulls_leave_signs_unknown():
     report_runs.lines(*LOCKSTEP, steps=3), report_runs.config()
   )
   assert fires(few) == [None] * 5 and few.regime == "not known"
-  assert "needs 5 steps at least, got 3" in few.because
+  assert "needs 3 steps that count, got 0 of 3" in few.because
   rows = report_runs.lines(*LOCKSTEP, sync__latency_s=None)
   for row in rows:
     del row["devices"]

@@ -155,12 +155,9 @@ def test_the_ledger_is_conserved_and_lag_bounded_in_every_setting():
         assert 0 <= got.generation_idle <= 1 and 0 <= got.training_idle <= 1
 
 
-def test_equal_arguments_give_equal_outcomes_and_seeds_others():
+def test_equal_arguments_give_equal_outcomes():
   costs = varied(lengths=(1, 4, 8), left=0.3)
   assert simulated(costs, max_lag=1) == simulated(costs, max_lag=1)
-  setting = dataclasses.replace(_SETTING, max_lag=1)
-  other = simulate.simulate(setting, costs, seed=1)
-  assert other != simulate.simulate(setting, costs, seed=0)
 
 
 def test_more_of_anything_that_costs_is_slower_and_more_lag_is_not():
@@ -244,6 +241,7 @@ def folder(path, costs, steps=16, name="tiny", **changes):
     line |= {
       "step": number,
       "time/seconds": wall,
+      "devices": float(count),
       "compile/count": min(number, 2),
       "throughput/consumed_per_device_hour": number * rows / hours,
       "staleness/mean": 0.5,
@@ -254,7 +252,7 @@ def folder(path, costs, steps=16, name="tiny", **changes):
       **{f"completion/p{p}_tokens": 6.0 for p in (10, 25, 50, 75, 90, 99)},
     }
     lines.append(json.dumps(line))
-  (path / "metrics.jsonl").write_text("\n".join([*lines, '{"torn', ""]))
+  (path / "metrics.jsonl").write_text("\n".join([*lines, '{"torn']))
   return path
 
 
@@ -303,7 +301,7 @@ def test_costs_are_found_again_in_the_runs_that_they_made(three):
   # One number of prompts a call was seen: all of a call is in its fixed part.
   run = measure.read(three[0])
   assert found.call(run.setting) == pytest.approx(_TRUE.call(run.setting))
-  assert run.setting.devices == 2 and run.steps == 13
+  assert run.setting.devices == 2 and run.steps == 10
   made = simulate.simulate(run.setting, _TRUE)
   assert run.consumed_per_device_hour == pytest.approx(
     made.consumed_per_device_hour
@@ -322,7 +320,7 @@ def test_lengths_have_the_percentiles_and_the_mean_of_the_run(tmp_path):
     json.dumps(json.loads(line) | known)
     for line in (path / "metrics.jsonl").read_text().splitlines()[:-1]
   ]
-  (path / "metrics.jsonl").write_text("\n".join(lines))
+  (path / "metrics.jsonl").write_text("\n".join([*lines, ""]))
   found = measure.read(path).lengths
   assert sum(found) / len(found) == pytest.approx(sum(drawn) / 100, abs=0.15)
   assert (found[0], found[-1]) == (drawn[0], drawn[-1])
@@ -459,41 +457,6 @@ def one_line(*paths, **others):
   return str(error.value)
 
 
-def changed(tmp_path, place, **values):
-  """Writes a file of costs with some fields changed."""
-  path = tmp_path / "costs.json"
-  costs_lib.write(path, _SETTING, _COSTS)
-  tree = json.loads(path.read_text())
-  tree[place] |= values
-  path.write_text(json.dumps(tree))
-  return path
-
-
-@pytest.mark.parametrize(
-  ("place", "values", "words"),
-  [
-    ("costs", {"column_s": -1}, "costs.column_s: expected seconds"),
-    ("costs", {"column_s": "1"}, "costs.column_s: expected a number, got '1'"),
-    ("costs", {"column_s": True}, "expected a number, got True"),
-    ("costs", {"column_s": 0}, "costs.column_s + row_s: expected more than 0"),
-    ("costs", {"update_s": float("nan")}, "costs.update_s: expected seconds"),
-    ("costs", {"lengths": []}, "costs.lengths: expected at least one"),
-    ("costs", {"lengths": [0]}, "costs.lengths"),
-    ("costs", {"lengths": [1.5]}, "a list of whole numbers"),
-    ("costs", {"efficiency": 0}, "costs.efficiency"),
-    ("costs", {"left": 1}, "costs.left: expected a share in [0, 1)"),
-    ("costs", {"colour": 1}, "got 'colour'"),
-    ("costs", {"column_s": None}, "expected a number, got None"),
-    ("setting", {"rows": 0}, "setting.rows: expected a number from 1 on"),
-    ("setting", {"rows": 1e6}, "setting.rows: expected a whole number"),
-    ("setting", {"mode": "both"}, "setting.mode: expected one of colocated"),
-    ("setting", {"max_lag": -1}, "setting.max_lag"),
-  ],
-)
-def test_a_wrong_file_of_costs_is_one_line(place, values, words, tmp_path):
-  assert words in one_line(changed(tmp_path, place, **values))
-
-
 def test_a_wrong_folder_is_one_line(three, tmp_path):
   assert "expected the folder of a run" in one_line(tmp_path)
   assert "expected the folder of a run" in one_line(tmp_path / "none")
@@ -506,7 +469,7 @@ def test_a_wrong_folder_is_one_line(three, tmp_path):
   (old / "metrics.jsonl").write_text(text.replace("engine/columns", "engine/c"))
   assert "expected engine/columns in its metrics" in one_line(old)
   (old / "metrics.jsonl").write_text("")
-  assert "expected a run that has trained" in one_line(old)
+  assert "expected a run with a trained step" in one_line(old)
   (old / "config.json").write_text('{"stream": 1}')
   assert "expected" in one_line(old)
   drops = folder(tmp_path / "drops", _TRUE, max_lag=0)

@@ -10,8 +10,8 @@ def event(begin: float, end: float, name: str = "update") -> trace.Event:
   return trace.Event("training", "busy", name, begin, end)
 
 
-def written(folder, *events: trace.Event, at: float = 0.0, **options) -> None:
-  made = trace.Trace(folder, **options)
+def written(folder, *events: trace.Event, at: float = 0.0) -> None:
+  made = trace.Trace(folder)
   made.start(at)
   for each in events:
     made.add(each)
@@ -75,11 +75,12 @@ def test_a_torn_end_is_mended(tmp_path, torn):
   assert [s[1:] for s in spans(tmp_path)] == [(0, 2), (5, 6)]
 
 
-def test_a_full_trace_ends_and_says_so(tmp_path, caplog):
+def test_a_full_trace_ends_and_says_so(tmp_path, caplog, monkeypatch):
+  monkeypatch.setattr(trace, "MAX_BYTES", 4000)
   events = [event(i, i + 1) for i in range(100)]
   with caplog.at_level(logging.WARNING):
-    written(tmp_path, *events, max_bytes=4000)
-    written(tmp_path, event(200, 201), at=150.0, max_bytes=4000)
+    written(tmp_path, *events)
+    written(tmp_path, event(200, 201), at=150.0)
   assert (tmp_path / trace.FILE).stat().st_size < 4400
   last = [e for e in read(tmp_path) if e["ph"] == "i"]
   assert {e["name"] for e in last} == {"the trace ends here: 4000 bytes"}

@@ -200,7 +200,7 @@ def setting(tree: Mapping[str, Any], devices: int) -> Setting:
 
   Args:
     tree: its configuration, as in config.json.
-    devices: all that it holds.
+    devices: of JAX, where it trains.
 
   Raises:
     InputError: it is no configuration, it has no place on so many devices, or
@@ -213,12 +213,8 @@ def setting(tree: Mapping[str, Any], devices: int) -> Setting:
         _refuse(
           f"stream.{name}", f"{wanted}, which alone is simulated", stream[name]
         )
-    place = placement(tree["placement"])
-    others = 0
-    if place.mode == "roles":
-      roles = place.processes
-      others = roles.generation_replicas * roles.replica_devices
-    share = mesh.shares(place, devices - others)
+    place = _placement(tree["placement"])
+    share = mesh.shares(place, devices)
     return Setting(
       mode=place.mode,
       training=share.training,
@@ -244,7 +240,7 @@ def setting(tree: Mapping[str, Any], devices: int) -> Setting:
     ) from error
 
 
-def placement(tree: Mapping[str, Any]) -> mesh.Placement:
+def _placement(tree: Mapping[str, Any]) -> mesh.Placement:
   """Returns the placement of a configuration in the form of config.json."""
 
   def fields(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,22 +8,19 @@ way is what makes the others come out as they were.
 """
 
 import dataclasses
-import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxrl_post import types
 from jaxrl_post.planning import costs as costs_lib
 from jaxrl_post.planning import simulate
-from jaxrl_post.runtime import folder as folder_lib
-from jaxrl_post.runtime import log, metrics
+from jaxrl_post.runtime import history, metrics
 
 _LEAST, _SAMPLE = 5, 100
-_PERCENTS = (0, *metrics.PERCENTS, 100)
-_LENGTHS = ("min_tokens", *(f"p{p}_tokens" for p in metrics.PERCENTS))
 _SHARES = (
   "busy/generation",
   "busy/training",
@@ -86,56 +83,44 @@ def read(path: pathlib.Path) -> Measured:
     path: its folder.
 
   Returns:
-    What its steps cost on average. Left out are those in which a program was
-    compiled, or the process was another one, those before the third, and those
-    for whose successors nothing more was admitted.
+    What the steps that count cost on average.
 
   Raises:
     InputError: it is no folder of a run, it is too short, or it does not say
       what is needed.
   """
-  try:
-    tree = json.loads((path / folder_lib.CONFIG_FILE).read_text("utf-8"))
-    text = (path / log.METRICS_FILE).read_text("utf-8")
-  except (OSError, ValueError) as error:
+  run = history.read(path)
+  rows, ok = run.rows, history.counted(run.rows)
+  if ok.sum() < _LEAST:
     raise types.InputError(
-      f"{path}: expected the folder of a run, or a JSON file of costs, got "
-      f"neither: {' '.join(str(error).split())}. Name one."
-    ) from error
-  rows = _rows(text)
-  setting = costs_lib.setting(tree, _devices(path, tree, rows))
-  lag = setting.max_lag
-  pairs = [
-    (a, b)
-    for a, b in list(zip(rows, rows[1:], strict=False))[: -(lag + 1)]
-    if b["step"] == a["step"] + 1 and b["step"] > 2 + 2 * lag
-  ]
-  kept = [
-    {k: _value(path, b, k) - _value(path, a, k) for k in _COUNTS}
-    | _seconds(path, a, b)
-    for a, b in pairs
-    if a.get("compile/count") == b.get("compile/count")
-    and _value(path, b, "engine/blocks") > _value(path, a, "engine/blocks")
-  ]
-  if len(kept) < _LEAST:
-    raise types.InputError(
-      f"{path}: expected {_LEAST} steps or more in which nothing is compiled, "
-      f"between the first {2 + 2 * lag} and the last {lag + 1}, got "
-      f"{len(kept)}. Let the run train more steps."
+      f"{path}: expected {_LEAST} steps or more that count, got {ok.sum()} of "
+      f"{len(rows)} (docs/metrics.md says which). Let the run train more steps."
     )
-  seen = [b for _, b in pairs]
-  each = {k: float(np.mean([row[k] for row in kept])) for k in kept[0]}
+
+  def mean(name: str, *, total: bool = False, scale: Any = 1.0) -> float:
+    values = history.column(rows, name) * scale
+    found = (history.added(values) if total else values)[ok].mean()
+    if math.isnan(found):
+      raise types.InputError(
+        f"{path}: expected {name} in its metrics, got a step without. Run it "
+        "again with this version, in one process and not in mode roles."
+      )
+    return float(found)
+
+  wall = history.column(rows, "time/seconds")
+  each = {name: mean(name, total=True) for name in _COUNTS}
+  each |= {name: mean(name, total=True, scale=wall) for name in _SHARES}
   return Measured(
     name=path.name,
-    setting=setting,
-    steps=len(kept),
-    step_s=each["time/seconds"],
+    setting=costs_lib.setting(run.config, round(mean("devices"))),
+    steps=int(ok.sum()),
+    step_s=mean("time/seconds", total=True),
     each=each,
-    lengths=_lengths(path, seen),
-    staleness_mean=float(
-      np.mean([_value(path, b, "staleness/mean") for b in seen])
+    lengths=_lengths(
+      [mean(name) for name in metrics.LENGTHS], mean("completion/mean_tokens")
     ),
-    staleness_max=max(_value(path, b, "staleness/max") for b in seen),
+    staleness_mean=mean("staleness/mean"),
+    staleness_max=float(history.column(rows, "staleness/max")[ok].max()),
   )
 
 
@@ -218,78 +203,16 @@ def calibrate(runs: Sequence[Measured]) -> costs_lib.Costs:
   return found
 
 
-def _rows(text: str) -> list[dict[str, float]]:
-  """Returns the lines of trained steps; a torn one is left out."""
-  rows = []
-  for line in text.splitlines():
-    try:
-      row = json.loads(line)
-    except ValueError:
-      continue
-    if isinstance(row, dict) and "busy/training" in row and "step" in row:
-      rows.append(row)
-  return rows
-
-
-def _devices(
-  path: pathlib.Path, tree: Mapping, rows: Sequence[Mapping[str, float]]
-) -> int:
-  """Returns how many devices a run held, by what it says of an hour of one."""
-  for row in reversed(rows):
-    hours = _value(path, row, "time/seconds") / 3600
-    rate = row.get("throughput/consumed_per_device_hour")
-    groups = row.get("ledger/trained")
-    if rate and groups:
-      return max(1, round(groups * tree.get("group_size", 1) / rate / hours))
-  raise types.InputError(
-    f"{path}: expected a run that has trained, got {len(rows)} steps of which "
-    "none says how much for an hour of a device. Name another."
-  )
-
-
-def _value(
-  path: pathlib.Path, row: Mapping[str, float | None], name: str
-) -> float:
-  value = row.get(name)
-  if isinstance(value, bool) or not isinstance(value, int | float):
-    raise types.InputError(
-      f"{path}: expected {name} in its metrics, got {value} in step "
-      f"{row.get('step')}. Run it again with this version, in one process and "
-      "not in mode roles."
-    )
-  return float(value)
-
-
-def _seconds(
-  path: pathlib.Path, before: Mapping[str, float], after: Mapping[str, float]
-) -> dict[str, float]:
-  """Returns the seconds of a step in each state, and its own."""
-  wall = [_value(path, row, "time/seconds") for row in (before, after)]
-  found = {
-    name: _value(path, after, name) * wall[1]
-    - _value(path, before, name) * wall[0]
-    for name in _SHARES
-  }
-  return found | {"time/seconds": wall[1] - wall[0]}
-
-
-def _lengths(
-  path: pathlib.Path, rows: Sequence[Mapping[str, float]]
-) -> tuple[int, ...]:
-  """Returns lengths with the mean and the percentiles of some steps."""
-  names = [f"completion/{name}" for name in (*_LENGTHS, "max_tokens")]
-  knots, mean = (
-    np.array([np.mean([_value(path, r, name) for r in rows]) for name in those])
-    for those in (names, ["completion/mean_tokens"])
-  )
-  weights = np.diff(_PERCENTS) / 100
-  low, rise = knots[:-1], np.diff(knots)
+def _lengths(means: Sequence[float], mean: float) -> tuple[int, ...]:
+  """Returns lengths with some percentiles, of `metrics.LENGTHS`, and a mean."""
+  knots, shares = np.array(means), np.array([*metrics.LENGTHS.values()])
+  low, rise, weights = knots[:-1], np.diff(knots), np.diff(shares)
   # How the lengths between two percentiles lie makes the mean what it is.
-  share = (mean[0] - weights @ low) / max(weights @ rise, 1e-9)
+  share = (mean - weights @ low) / max(weights @ rise, 1e-9)
   bend = 1 / np.clip(share, 0.05, 0.95) - 1
-  at = (np.arange(_SAMPLE) + 0.5) * 100 / _SAMPLE
-  i = np.searchsorted(_PERCENTS, at, side="right") - 1
-  part = (at - np.array(_PERCENTS)[i]) / (100 * weights[i])
+  at = (np.arange(_SAMPLE) + 0.5) / _SAMPLE
+  i = np.searchsorted(shares, at, side="right") - 1
+  part = (at - shares[i]) / weights[i]
   values = low[i] + rise[i] * part**bend
   return tuple(max(1, round(n)) for n in values.tolist())
 

@@ -195,11 +195,7 @@ def predict(file: str, tree: Mapping[str, Any], count: int) -> simulate.Outcome:
     InputError: the file is none of costs, or the run is not simulated.
   """
   _, costs = costs_lib.read(file)
-  roles = costs_lib.placement(tree["placement"]).processes
-  away = tree["placement"]["mode"] == "roles"
-  others = away * roles.generation_replicas * roles.replica_devices
-  setting = costs_lib.setting(tree, count + others)
-  return simulate.simulate(setting, costs)
+  return simulate.simulate(costs_lib.setting(tree, count), costs)
 
 
 def note(path: pathlib.Path, expected: simulate.Outcome) -> None:

@@ -63,7 +63,6 @@ def simulate(
   costs: costs_lib.Costs,
   *,
   steps: int = 24,
-  seed: int = 0,
 ) -> Outcome:
   """Runs a setting on a virtual clock.
 
@@ -71,23 +70,23 @@ def simulate(
     setting: the sizes.
     costs: of the parts.
     steps: that are looked at, after those in which the run gets going.
-    seed: of lengths and fates. The same lengths come in every setting.
 
   Returns:
-    What it gives. Equal arguments give equal outcomes.
+    What it gives. Equal arguments give equal outcomes, and lengths and fates
+    are drawn from one seed in every setting.
   """
-  return _Run(setting, costs, seed).go(steps)
+  return _Run(setting, costs).go(steps)
 
 
 class _Run:
   """A run on its way."""
 
   def __init__(
-    self, setting: costs_lib.Setting, costs: costs_lib.Costs, seed: int
+    self, setting: costs_lib.Setting, costs: costs_lib.Costs
   ) -> None:
     self.setting, self.costs = setting, costs
     self.ledger = ledgers.start(setting.groups_per_step, setting.max_lag)
-    self.random = random.Random(seed)
+    self.random = random.Random(0)
     self.now = 0.0
     # Steps in which the run gets going; those done; seconds of either stage in
     # each kind of state.

@@ -36,8 +36,8 @@ KINDS = (
   "wait/weights_pending",
   "wait/host",
 )
-_WAITS = tuple(kind for kind in KINDS if kind.startswith("wait/"))
-_OVERHEADS = ("sync", "compile", "checkpoint", "eval")
+WAITS = tuple(kind for kind in KINDS if kind.startswith("wait/"))
+OVERHEADS = ("sync", "compile", "checkpoint", "eval")
 # Above this `accounting/residual` a run's own numbers are not to be trusted.
 TRUSTED = 0.01
 # Longest wait, in seconds, for a program that is under way when a run ends.
@@ -317,10 +317,10 @@ class Clock:
     for stage, seconds in totals.items():
       part = {k: s / wall if wall > 0 else 0.0 for k, s in seconds.items()}
       metrics[f"busy/{stage}"] = part["busy"]
-      metrics[f"idle/{stage}"] = sum(part[wait] for wait in _WAITS)
-      for wait in _WAITS:
+      metrics[f"idle/{stage}"] = sum(part[wait] for wait in WAITS)
+      for wait in WAITS:
         metrics[f"idle/{stage}/{wait.removeprefix('wait/')}"] = part[wait]
-      for kind in _OVERHEADS:
+      for kind in OVERHEADS:
         metrics[f"overhead/{stage}/{kind}"] = part[kind]
       if wall > 0:
         residual = max(residual, 1.0 - sum(part.values()))

@@ -1,15 +1,15 @@
 """Says whether a change worked: `--mode=compare A B` of two run folders."""
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Float
 
 from jaxrl_post import types
 from jaxrl_post.runtime import folder as folder_lib
-from jaxrl_post.runtime import steps
+from jaxrl_post.runtime import history, steps
 
 RATE_MARGIN, RATE_CLEAR = 0.05, 0.2  # parts of the throughput of A
 REWARD_MARGIN, REWARD_CLEAR = 0.1, 0.5  # standard deviations of a reward
@@ -47,7 +47,7 @@ class Verdict:
 # -------------------------------------------------------------------- judging
 
 
-def check(runs: Sequence[steps.Run]) -> None:
+def check(runs: Sequence[history.Run]) -> None:
   """Refuses runs that cannot be compared with the first.
 
   Raises:
@@ -59,27 +59,36 @@ def check(runs: Sequence[steps.Run]) -> None:
     for name, here, there in _differing(first, run):
       if _of(name, _FIXED) and folder_lib.ABSENT not in (here, there):
         _refuse(name, (first, here), (run, there))
-    if None not in (first.data, run.data) and first.data != run.data:
-      _refuse(
-        "digest of data.train", (first, f"{first.data}"), (run, f"{run.data}")
-      )
+    here, there = _digest(first), _digest(run)
+    if here and there and here != there:
+      _refuse("digest of data.train", (first, here), (run, there))
+
+
+def _digest(run: history.Run) -> str | None:
+  """Returns the digest of the training data, if a checkpoint tells."""
+  for meta in sorted((run.path / "checkpoints").glob("[0-9]*/meta.json")):
+    try:
+      return json.loads(meta.read_text(encoding="utf-8"))["data"]
+    except (OSError, json.JSONDecodeError, KeyError):
+      continue  # of a save that was cut off; another one says the same
+  return None
 
 
 def _refuse(
-  name: str, one: tuple[steps.Run, str], other: tuple[steps.Run, str]
+  name: str, one: tuple[history.Run, str], other: tuple[history.Run, str]
 ) -> None:
   raise types.InputError(
     f"--mode=compare: expected runs with one {name}, got {one[1]} in "
-    f"{one[0].name} and {other[1]} in {other[0].name}. Compare runs of one "
+    f"{one[0].path} and {other[1]} in {other[0].path}. Compare runs of one "
     "model, data, rewards and batch shape."
   )
 
 
-def _differing(a: steps.Run, b: steps.Run) -> list[tuple[str, str, str]]:
+def _differing(a: history.Run, b: history.Run) -> list[tuple[str, str, str]]:
   """Returns name and both values of each setting that is not the same."""
-  names = sorted(a.leaves.keys() | b.leaves.keys())
-  absent = folder_lib.ABSENT
-  both = [(x, a.leaves.get(x, absent), b.leaves.get(x, absent)) for x in names]
+  ours, theirs = (folder_lib.leaves(run.config) for run in (a, b))
+  names, absent = sorted(ours.keys() | theirs.keys()), folder_lib.ABSENT
+  both = [(x, ours.get(x, absent), theirs.get(x, absent)) for x in names]
   return [(name, here, there) for name, here, there in both if here != there]
 
 
@@ -92,7 +101,7 @@ def _of(name: str, prefixes: Mapping[str, Iterable[str]]) -> bool:
   return False
 
 
-def verdict(a: steps.Run, b: steps.Run) -> Verdict:
+def verdict(a: history.Run, b: history.Run) -> Verdict:
   """Judges the change from A to B.
 
   Throughput is rollouts consumed a device-hour. It rose or fell if its whole
@@ -116,11 +125,13 @@ def verdict(a: steps.Run, b: steps.Run) -> Verdict:
   speed = _relative(*speeds)
   pace = _grade(speed, RATE_MARGIN, RATE_CLEAR)
   change = steps.reward_change(a, b)
-  deviations = [_mean(steps.column(run, "reward/std")) for run in (a, b)]
+  deviations = [history.mean(run.rows, "reward/std") for run in (a, b)]
   margin = REWARD_MARGIN * sum(deviations) / 2
   clear = REWARD_CLEAR / REWARD_MARGIN * margin
   score = _grade(change.interval, margin, clear)
-  if all(np.isnan(steps.column(run, "reward/mean")).all() for run in (a, b)):
+  if all(
+    np.isnan(history.column(run.rows, "reward/mean")).all() for run in (a, b)
+  ):
     score = "same"
   lags = [found["mean lag, versions"].value for found in (ours, theirs)]
   limit = max(LAG_TOLERATED, LAG_GROWTH * float(np.nan_to_num(lags[0])))
@@ -134,7 +145,7 @@ def verdict(a: steps.Run, b: steps.Run) -> Verdict:
     f"mean lag: {'out of' if stale else 'within'} tolerance, {lags[1]:.2f} "
     f"after {lags[0]:.2f}; limit {limit:.1f}",
   )
-  few = min(int(steps.counted(run).sum()) for run in (a, b))
+  few = min(int(history.counted(run.rows).sum()) for run in (a, b))
   if few < steps.LEAST_STEPS:
     short = f"steps that count: {few}, and {steps.LEAST_STEPS} are needed"
     return Verdict(name="undecided", reasons=(short, *reasons))
@@ -177,11 +188,6 @@ def _grade(interval: tuple[float, float], margin: float, clear: float) -> str:
   return "same" if low >= -clear and high <= clear else "unclear"
 
 
-def _mean(values: Float[np.ndarray, " N"]) -> float:
-  known = values[~np.isnan(values)]
-  return float(known.mean()) if len(known) else math.nan
-
-
 # --------------------------------------------------------------------- showing
 
 
@@ -198,13 +204,15 @@ def text(folders: Sequence[str | os.PathLike[str]]) -> str:
   Raises:
     InputError: a folder is no run, or cannot be compared with the first.
   """
-  runs = [steps.read(folder) for folder in folders]
+  runs = [history.read(folder) for folder in folders]
   check(runs)
   letters = [chr(ord("A") + at) for at in range(len(runs))]
   lines = []
   for letter, run in zip(letters, runs, strict=True):
-    count = f"{len(run.rows)} steps, of which {steps.counted(run).sum()} count"
-    lines += [f"{letter}  {run.name}", f"   {count}; {_devices(run)}"]
+    count = (
+      f"{len(run.rows)} steps, of which {history.counted(run.rows).sum()} count"
+    )
+    lines += [f"{letter}  {run.path}", f"   {count}; {_devices(run)}"]
     lines += _changes(runs[0], run) if run is not runs[0] else []
   lines += ["", _line("", letters)]
   lines += [_line(label, cells) for label, cells in _table(runs).items()]
@@ -219,13 +227,13 @@ def _line(label: str, cells: Iterable[str]) -> str:
   return f"{label:{_LABEL}}" + "".join(f"{cell:>{_COLUMN}}" for cell in cells)
 
 
-def _devices(run: steps.Run) -> str:
-  found = {row.get("devices") for row in run.rows} - {None}
-  number = " or ".join(f"{x:.0f}" for x in sorted(x for x in found if x))
+def _devices(run: history.Run) -> str:
+  found = {x for x in history.column(run.rows, "devices") if x > 0}
+  number = " or ".join(f"{x:.0f}" for x in sorted(found))
   return f"devices: {number or 'unknown'}"
 
 
-def _changes(a: steps.Run, b: steps.Run) -> list[str]:
+def _changes(a: history.Run, b: history.Run) -> list[str]:
   """Returns a line for each setting that is not that of A."""
   found = [
     f"   {name}: {_short(there)} after {_short(here)}"
@@ -240,7 +248,7 @@ def _short(value: str) -> str:
   return value if len(value) <= 30 else f"{value[:27]}..."
 
 
-def _table(runs: Sequence[steps.Run]) -> dict[str, list[str]]:
+def _table(runs: Sequence[history.Run]) -> dict[str, list[str]]:
   """Returns the cells of each line by its label."""
   found = [steps.measure(run) for run in runs]
   labels = {label: None for each in found for label in each}
@@ -248,17 +256,18 @@ def _table(runs: Sequence[steps.Run]) -> dict[str, list[str]]:
   table = {
     label: [_show(each.get(label, none)) for each in found] for label in labels
   }
-  most = [steps.column(run, "staleness/max") for run in runs]
+  most = [history.column(run.rows, "staleness/max") for run in runs]
   table["most lag, versions"] = [f"{np.nanmax(x, initial=0):.0f}" for x in most]
-  at = [steps.column(run, "step") for run in runs]
+  at = [history.column(run.rows, "step") for run in runs]
   name = "throughput/trained_tokens_per_s"
   tokens = [
-    np.nan_to_num(steps.column(run, name)) * steps.column(run, "time/seconds")
+    np.nan_to_num(history.column(run.rows, name))
+    * history.column(run.rows, "time/seconds")
     for run in runs
   ]
   held = [
-    np.nan_to_num(steps.column(run, "devices"), nan=1.0)
-    * steps.column(run, "time/seconds")
+    np.nan_to_num(history.column(run.rows, "devices"), nan=1.0)
+    * history.column(run.rows, "time/seconds")
     for run in runs
   ]
   for label, along in (
@@ -281,19 +290,28 @@ def _table(runs: Sequence[steps.Run]) -> dict[str, list[str]]:
   return table
 
 
-def _tests(runs: Sequence[steps.Run]) -> dict[str, list[str]]:
+def _tests(runs: Sequence[history.Run]) -> dict[str, list[str]]:
   """Returns the lines of evaluations: the last common one, and the last."""
-  common = set.intersection(*(set(run.tests) for run in runs))
-  ends = [max(run.tests, default=None) for run in runs]
+  name = "eval/reward"
+  tests = [
+    {
+      int(line["step"]): history.number(line, name)
+      for line in run.lines
+      if not math.isnan(history.number(line, name))
+    }
+    for run in runs
+  ]
+  common = set.intersection(*map(set, tests))
+  ends = [max(found, default=None) for found in tests]
   table = {}
   if common:
     step = max(common)
     label = f"held-out, step {step}"
-    table[label] = [f"{run.tests[step]:.4g}" for run in runs]
+    table[label] = [f"{found[step]:.4g}" for found in tests]
   if len(set(ends)) > 1:
     table["held-out, last"] = [
-      "-" if end is None else f"{run.tests[end]:.4g} (step {end})"
-      for run, end in zip(runs, ends, strict=True)
+      "-" if end is None else f"{found[end]:.4g} (step {end})"
+      for found, end in zip(tests, ends, strict=True)
     ]
   return table
 
@@ -310,14 +328,14 @@ def _show(found: steps.Estimate) -> str:
   )
 
 
-def _same_tests(a: steps.Run, b: steps.Run) -> bool:
+def _same_tests(a: history.Run, b: history.Run) -> bool:
   return not any(_of(name, _TESTED) for name, *_ in _differing(a, b))
 
 
-def _notes(runs: Sequence[steps.Run], letters: Sequence[str]) -> list[str]:
+def _notes(runs: Sequence[history.Run], letters: Sequence[str]) -> list[str]:
   """Returns what a reader should know before believing the table."""
   first, notes = runs[0], []
-  tells: tuple[tuple[Callable[[steps.Run], bool], str], ...] = (
+  tells: tuple[tuple[Callable[[history.Run], bool], str], ...] = (
     (
       lambda run: _devices(run) != _devices(first),
       "other devices than A: rates are of a device-hour, seconds are not",
@@ -327,7 +345,7 @@ def _notes(runs: Sequence[steps.Run], letters: Sequence[str]) -> list[str]:
       "other evaluations than A: those of no run are shown",
     ),
     (
-      lambda run: run.data is None,
+      lambda run: _digest(run) is None,
       "no checkpoint: only settings say that its data are those of A",
     ),
     (
@@ -342,7 +360,7 @@ def _notes(runs: Sequence[steps.Run], letters: Sequence[str]) -> list[str]:
     found = [x for x, run in zip(letters, runs, strict=True) if holds(run)]
     notes += [f"{', '.join(found)}: {note}"] if found else []
   for letter, run in zip(letters, runs, strict=True):
-    count = steps.restarts(run)
+    count = int(history.restarted(run.rows).sum())
     notes += [f"{letter}: was continued {count} times or more"] if count else []
   return [
     *notes,

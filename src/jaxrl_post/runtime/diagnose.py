@@ -5,12 +5,15 @@ signs, a regime and levers. The five signs are those of a structural bottleneck,
 one that a faster kernel does not remove.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxrl_post import types
-from jaxrl_post.runtime import levers
+from jaxrl_post.runtime import clock, history, levers
 from jaxrl_post.runtime import window as windows
 
 # Below it, stages that never wait would make the run 1 / 0.7 = 1.4 times as
@@ -26,15 +29,9 @@ REACHED = 0.50
 FASTER = 1.10
 # Twice the devices are to bring 1.6 times the tokens at least.
 SCALING = 0.80
-# Compilation above it: the steps are not yet what they will be.
-COMPILING = 0.01
-# Fewer steps after the warm-up say nothing about the next.
-STEPS = 3
-# Time that no stage's account has, above which figures are not to be trusted.
-RESIDUAL = 0.01
 
 
-@types.host_record
+@dataclasses.dataclass(frozen=True)
 class Sign:
   """One sign of a structural bottleneck.
 
@@ -75,35 +72,37 @@ class Diagnosis:
 
 
 def diagnose(
-  rows: Sequence[windows.Row],
+  rows: Sequence[history.Row],
   config: Mapping[str, Any],
-  earlier: tuple[Sequence[windows.Row], Mapping[str, Any]] | None = None,
+  earlier: tuple[Sequence[history.Row], Mapping[str, Any]] | None = None,
 ) -> Diagnosis:
   """Diagnoses a run.
 
   Args:
-    rows: its lines, of `window.trained`; at least one.
+    rows: lines of its trained steps, at least one.
     config: its config.json.
     earlier: the same of another run, with slower kernels or fewer devices; the
       last two signs compare with it.
 
   Returns:
-    Figures of the steady part only. The regime is "composition" if any sign
-    fires, "kernels" if the first three are known and none fires. Too few steps
-    leave both unknown.
+    Figures of the steps that count; with fewer than `window.LEAST_STEPS` of
+    them those of all steps, and all signs unknown. The regime is "composition"
+    if any sign fires, "kernels" if the first three are known and none fires.
   """
-  window = windows.steady(rows)
-  enough = window.steps >= STEPS and window.first >= 1
+  steady = windows.steady(rows)
+  window = steady or windows.over(rows, np.ones(len(rows), bool))
   signs = [
     _utilisation(window, config),
     _idle(window, config),
     _sync(window, config),
     *_compared(window, config, earlier),
   ]
-  if not enough:
-    least = windows.WARM_UP + STEPS
-    why = f"needs {least} steps at least, got {len(rows)}"
-    signs = [_unknown(sign.name, sign.rule, why) for sign in signs]
+  if steady is None:
+    why = (
+      f"needs {windows.LEAST_STEPS} steps that count, got "
+      f"{history.counted(rows).sum()} of {len(rows)}"
+    )
+    signs = [Sign(sign.name, None, sign.rule, None, why) for sign in signs]
   fired = [str(i) for i, sign in enumerate(signs, 1) if sign.fires]
   unknown = [sign for sign in signs[:3] if sign.fires is None]
   if fired:
@@ -137,7 +136,7 @@ def utilisation(
     Over all devices held; None where it is not known how many each stage has,
     and they are not the same.
   """
-  busy = {stage: window.shares[stage]["busy"] for stage in windows.STAGES}
+  busy = {stage: window.shares[stage]["busy"] for stage in history.STAGES}
   if levers.shared(config):
     held = window.devices.get("held", 1)
     part = window.devices.get("training", 1) / held
@@ -148,48 +147,29 @@ def utilisation(
   return used / window.devices["held"]
 
 
-def _unknown(name: str, rule: str, why: str) -> Sign:
-  return Sign(name=name, figure=None, rule=rule, fires=None, why=why)
-
-
 def _utilisation(window: windows.Window, config: Mapping[str, Any]) -> Sign:
   name, rule = "utilisation of tuned stages", f"< {UTILISATION:.2f}"
   figure = utilisation(window, config)
   if figure is None:
-    return _unknown(
-      name, rule, "needs devices/* in metrics.jsonl, which newer runs have"
-    )
-  compiling = max(window.shares[s]["compile"] for s in windows.STAGES)
+    why = "needs devices/* in metrics.jsonl, which newer runs have"
+    return Sign(name, None, rule, None, why)
   busy = ", ".join(
     f"{stage} busy {window.shares[stage]['busy']:.2f}"
-    for stage in windows.STAGES
+    for stage in history.STAGES
   )
-  if compiling > COMPILING:
-    why = f"needs stages that no longer compile: {compiling:.2f} of the time"
-    return Sign(name=name, figure=figure, rule=rule, fires=None, why=why)
-  return Sign(
-    name=name,
-    figure=figure,
-    rule=rule,
-    fires=figure < UTILISATION,
-    why=f"{busy}; nothing compiles",
-  )
+  why = f"{busy}; nothing compiles"
+  return Sign(name, figure, rule, figure < UTILISATION, why)
 
 
 def _idle(window: windows.Window, config: Mapping[str, Any]) -> Sign:
   figure = levers.idle(window, config)
-  stage = max(windows.STAGES, key=window.idle)
+  stage = max(history.STAGES, key=window.idle)
   reason = window.reason(stage)
   why = f"{stage} waits, {window.shares[stage][reason]:.2f} for {reason}"
   if levers.shared(config):
     why = f"devices on which neither stage works; {why}"
-  return Sign(
-    name="idle-wait of a stage",
-    figure=figure,
-    rule=f"> {IDLE:.2f}",
-    fires=figure > IDLE,
-    why=why,
-  )
+  rule = f"> {IDLE:.2f}"
+  return Sign("idle-wait of a stage", figure, rule, figure > IDLE, why)
 
 
 def _sync(window: windows.Window, config: Mapping[str, Any]) -> Sign:
@@ -199,38 +179,33 @@ def _sync(window: windows.Window, config: Mapping[str, Any]) -> Sign:
     if math.isnan(window.latency_s)
     else f"latency {1000 * window.latency_s:.1f} ms"
   )
-  step = 1000 * window.seconds / max(window.steps, 1)
-  return Sign(
-    name="sync and transfer",
-    figure=figure,
-    rule=f"> {SYNC:.2f}",
-    fires=figure > SYNC,
-    why=f"{latency}, a step {step:.0f} ms",
-  )
+  rule = f"> {SYNC:.2f}"
+  why = f"{latency}, a step {1000 * window.step_s:.0f} ms"
+  return Sign("sync and transfer", figure, rule, figure > SYNC, why)
 
 
 def _compared(
   window: windows.Window,
   config: Mapping[str, Any],
-  earlier: tuple[Sequence[windows.Row], Mapping[str, Any]] | None,
+  earlier: tuple[Sequence[history.Row], Mapping[str, Any]] | None,
 ) -> tuple[Sign, Sign]:
   """Returns the two signs that need an earlier run."""
   names = "part of a kernel's gain that arrived", "gain from more devices"
   rules = f"< {REACHED:.2f}", f"< {SCALING:.2f}"
   why = ""
   before = None if earlier is None else windows.steady(earlier[0])
-  if earlier is None or before is None:
+  if earlier is None:
     why = "needs an earlier run: --mode=report RUN EARLIER"
-  elif levers.leaf(earlier[1], "model") != levers.leaf(config, "model"):
-    why = "needs an earlier run of the same model"
-  elif before.steps < STEPS or before.first < 1:
+  elif before is None:
     why = "needs an earlier run with more steps"
+  elif history.leaf(earlier[1], "model") != history.leaf(config, "model"):
+    why = "needs an earlier run of the same model"
   elif not (window.devices and before.devices):
     why = "needs devices/* in metrics.jsonl of both runs"
   elif not all(w.sampled and w.trained for w in (window, before)):
     why = "needs trained tokens in both runs"
   if why or before is None:
-    one, two = (_unknown(*x, why) for x in zip(names, rules, strict=True))
+    one, two = (Sign(names[i], None, rules[i], None, why) for i in (0, 1))
     return one, two
   wall = (window.trained / window.seconds) / (before.trained / before.seconds)
   grown = window.devices["held"] / before.devices["held"]
@@ -267,42 +242,30 @@ def _arrived(
   stage, gain = best
   if gain < FASTER:
     why = f"no stage is {FASTER:.2f} times as fast as in the earlier run"
-    return Sign(name=name, figure=None, rule=rule, fires=False, why=why)
+    return Sign(name, None, rule, False, why)
   figure = (wall - 1) / (gain - 1)
-  return Sign(
-    name=name,
-    figure=figure,
-    rule=rule,
-    fires=figure < REACHED,
-    why=f"{stage} {gain:.2f} times as fast, the run {wall:.2f} times",
-  )
+  why = f"{stage} {gain:.2f} times as fast, the run {wall:.2f} times"
+  return Sign(name, figure, rule, figure < REACHED, why)
 
 
 def _scaled(name: str, rule: str, grown: float, wall: float) -> Sign:
   if grown <= 1:
     why = "needs an earlier run with fewer devices"
-    return _unknown(name, rule, why)
-  return Sign(
-    name=name,
-    figure=wall / grown,
-    rule=rule,
-    fires=wall / grown < SCALING,
-    why=f"{grown:.2f} times the devices, {wall:.2f} times the trained tokens",
-  )
+    return Sign(name, None, rule, None, why)
+  why = f"{grown:.2f} times the devices, {wall:.2f} times the trained tokens"
+  return Sign(name, wall / grown, rule, wall / grown < SCALING, why)
 
 
-def _notes(window: windows.Window, rows: Sequence[windows.Row]) -> list[str]:
+def _notes(window: windows.Window, rows: Sequence[history.Row]) -> list[str]:
   """Says what stands between the figures and trust in them."""
   notes = []
-  residual = max(window.shares[s][windows.NOBODY] for s in windows.STAGES)
-  if residual > RESIDUAL:
+  residual = max(window.shares[s][windows.NOBODY] for s in history.STAGES)
+  if residual > clock.TRUSTED:
     notes.append(
       f"{residual:.3f} of a stage's time is in no account (limit "
-      f"{RESIDUAL:.2f}): trust no finer difference."
+      f"{clock.TRUSTED:.2f}): trust no finer difference."
     )
-  if window.compiled:
-    notes.append(f"{window.compiled} programs were built in these steps.")
-  bad = sum(windows.number(row, "loss/bad_updates") > 0 for row in rows)
+  bad = sum(history.number(row, "loss/bad_updates") > 0 for row in rows)
   if bad:
     notes.append(f"updates of {bad} of {len(rows)} steps were not finite.")
   return notes

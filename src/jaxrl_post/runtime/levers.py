@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_post.runtime import history
 from jaxrl_post.runtime import window as windows
 
 # A smaller gain is within what two runs of one kind differ by.
@@ -35,24 +36,14 @@ class Lever:
   why: str
 
 
-def leaf(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
-  """Returns a setting of a config.json by its dotted name."""
-  node: Any = config
-  for part in name.split("."):
-    if not isinstance(node, Mapping) or part not in node:
-      return default
-    node = node[part]
-  return node
-
-
 def lockstep(config: Mapping[str, Any]) -> bool:
   """Says whether generation and training wait for each other."""
-  return leaf(config, "max_lag", 0) == 0
+  return history.leaf(config, "max_lag", 0) == 0
 
 
 def shared(config: Mapping[str, Any]) -> bool:
   """Says whether both stages have the same devices, in turn."""
-  return leaf(config, "placement.mode") == "colocated"
+  return history.leaf(config, "placement.mode") == "colocated"
 
 
 def idle(window: windows.Window, config: Mapping[str, Any]) -> float:
@@ -63,10 +54,10 @@ def idle(window: windows.Window, config: Mapping[str, Any]) -> float:
     neither stage works, since one's wait is the other's turn.
   """
   if not shared(config):
-    return max(window.idle(stage) for stage in windows.STAGES)
-  held = [1.0 - window.idle(stage) for stage in windows.STAGES]
+    return max(window.idle(stage) for stage in history.STAGES)
+  held = [1.0 - window.idle(stage) for stage in history.STAGES]
   # Evaluation is charged to both stages at once.
-  twice = min(window.shares[stage]["eval"] for stage in windows.STAGES)
+  twice = min(window.shares[stage]["eval"] for stage in history.STAGES)
   return max(0.0, 1.0 - sum(held) + twice)
 
 
@@ -98,16 +89,16 @@ def kernels(window: windows.Window, config: Mapping[str, Any]) -> Lever:
 
   Its gain is that of a stage twice as fast.
   """
-  stage = max(windows.STAGES, key=window.work_s)
-  other = next(name for name in windows.STAGES if name != stage)
-  busy = window.shares[stage]["busy"] * _step_s(window)
-  step = _step_s(window)
+  stage = max(history.STAGES, key=window.work_s)
+  other = next(name for name in history.STAGES if name != stage)
+  busy = window.shares[stage]["busy"] * window.step_s
+  step = window.step_s
   left = step - busy / 2
   if not shared(config) and not lockstep(config):
     left = max(left, window.work_s(other))
-  parts = leaf(config, "optim.microbatches", 1)
+  parts = history.leaf(config, "optim.microbatches", 1)
   flags = ""
-  if stage == "training" and leaf(config, "model.remat") is True:
+  if stage == "training" and history.leaf(config, "model.remat") is True:
     flags = "--set model.remat=false"
   elif stage == "training" and parts > 1:
     flags = f"--set optim.microbatches={parts // 2}"
@@ -126,7 +117,7 @@ def _ahead(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
   if not lockstep(config):
     return None
   flags = "--set max_lag=1"
-  if leaf(config, "stream.asynchronous") is False:
+  if history.leaf(config, "stream.asynchronous") is False:
     flags += " --set stream.asynchronous=true"
   why = (
     "The stages run one after the other; one version of lag lets them overlap. "
@@ -135,9 +126,9 @@ def _ahead(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
   if shared(config):
     waits = idle(window, config)
     return Lever(flags, 1 / max(1 - waits, 1e-9), _less(waits, "waits"), why)
-  times = [window.work_s(stage) for stage in windows.STAGES]
+  times = [window.work_s(stage) for stage in history.STAGES]
   # Scoring, for which both wait in lockstep, overlaps as well.
-  scoring = window.shares["generation"]["reward_pending"] * _step_s(window)
+  scoring = window.shares["generation"]["reward_pending"] * window.step_s
   gain = (sum(times) + scoring) / max(*times, 1e-9)
   parts = " + ".join(map(_s, [*times, scoring] if scoring else times))
   return Lever(flags, gain, f"({parts}) / {_s(max(times))} a step", why)
@@ -147,11 +138,11 @@ def _split(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
   """Devices go from the stage that waits to the one that is waited for."""
   if lockstep(config) or shared(config) or not window.devices:
     return None
-  times = [window.work_s(stage) for stage in windows.STAGES]
-  devices = [window.devices[stage] for stage in windows.STAGES]
+  times = [window.work_s(stage) for stage in history.STAGES]
+  devices = [window.devices[stage] for stage in history.STAGES]
   work = [t * d for t, d in zip(times, devices, strict=True)]
   held, now = window.devices["held"], max(times)
-  if leaf(config, "placement.mode") == "roles":
+  if history.leaf(config, "placement.mode") == "roles":
     return _replica(window, config)
 
   def step_s(generate: int) -> float:
@@ -160,8 +151,8 @@ def _split(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
   best = min(range(1, held), key=step_s, default=0)
   if best and now / step_s(best) >= WORTH:
     sides = ("placement.generation", "placement.training")
-    free = all(-1 in leaf(config, side, {}).values() for side in sides)
-    free = free and not leaf(config, "placement.training_devices")
+    free = all(-1 in history.leaf(config, side, {}).values() for side in sides)
+    free = free and not history.leaf(config, "placement.training_devices")
     flag = f"--set placement.generation_fraction={round(best / held, 4):g}"
     where = "" if free else ": to be written into the axes of both sides"
     return Lever(
@@ -184,8 +175,8 @@ def _split(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
 
 def _replica(window: windows.Window, config: Mapping[str, Any]) -> Lever:
   """One more process generates."""
-  times = [window.work_s(stage) for stage in windows.STAGES]
-  now = leaf(config, "placement.roles.generation_replicas", 1)
+  times = [window.work_s(stage) for stage in history.STAGES]
+  now = history.leaf(config, "placement.roles.generation_replicas", 1)
   then = times[0] * now / (now + 1)
   return Lever(
     f"--set placement.roles.generation_replicas={now + 1}",
@@ -211,13 +202,13 @@ def _spread(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
 
 def _in_turn(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
   """Both stages get the devices of both, as they never work at once."""
-  apart = leaf(config, "placement.mode") == "split" and window.devices
+  apart = history.leaf(config, "placement.mode") == "split" and window.devices
   if not lockstep(config) or not apart:
     return None
-  times = [window.work_s(stage) for stage in windows.STAGES]
+  times = [window.work_s(stage) for stage in history.STAGES]
   work = sum(
     time * window.devices[stage]
-    for time, stage in zip(times, windows.STAGES, strict=True)
+    for time, stage in zip(times, history.STAGES, strict=True)
   )
   held = window.devices["held"]
   return Lever(
@@ -233,12 +224,12 @@ def _further_ahead(
   window: windows.Window, config: Mapping[str, Any]
 ) -> Lever | None:
   """Both stages wait at times: more lag evens out long and short steps."""
-  waits = [window.idle(stage) for stage in windows.STAGES]
+  waits = [window.idle(stage) for stage in history.STAGES]
   gated = window.shares["generation"]["lag_gate"] >= _SHARE
   starved = window.shares["training"]["queue_empty"] >= _SHARE
   if lockstep(config) or shared(config) or not (gated and starved):
     return None
-  lag = leaf(config, "max_lag", 1) + 1
+  lag = history.leaf(config, "max_lag", 1) + 1
   return Lever(
     f"--set max_lag={lag}",
     1 / max(1 - min(waits), 1e-9),
@@ -250,10 +241,10 @@ def _further_ahead(
 
 def _rewards(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
   """Scoring keeps both stages waiting."""
-  share = min(window.shares[s]["reward_pending"] for s in windows.STAGES)
+  share = min(window.shares[s]["reward_pending"] for s in history.STAGES)
   if not shared(config):
     share = window.shares["training"]["reward_pending"]
-  workers = leaf(config, "rewards.workers", 1)
+  workers = history.leaf(config, "rewards.workers", 1)
   return Lever(
     f"--set rewards.workers={2 * workers}",
     1 / max(1 - share / 2, 1e-9),
@@ -267,7 +258,7 @@ def _sync(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
   """Weights take long to get to where they are sampled from."""
   share = sync(window, config)
   parts = {k: v for k, v in window.sync_parts.items() if math.isfinite(v)}
-  block = leaf(config, "sampling.block", 1)
+  block = history.leaf(config, "sampling.block", 1)
   gain, how = 1 / max(1 - share / 2, 1e-9), _less(share / 2, "half of the sync")
   if parts and max(parts, key=parts.__getitem__) == "swap" and block > 1:
     return Lever(
@@ -277,7 +268,7 @@ def _sync(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
       "New weights wait for the block under way: a shorter one ends sooner. "
       "Price: more dispatches a token.",
     )
-  groups = 2 * leaf(config, "groups_per_step", 1)
+  groups = 2 * history.leaf(config, "groups_per_step", 1)
   return Lever(
     f"--set groups_per_step={groups}",
     gain,
@@ -295,8 +286,8 @@ def sync(window: windows.Window, config: Mapping[str, Any]) -> float:
     from the end of an update to the first block sampled with it, since nothing
     else goes on meanwhile.
   """
-  share = max(window.shares[stage]["sync"] for stage in windows.STAGES)
-  latency = window.latency_s / _step_s(window)
+  share = max(window.shares[stage]["sync"] for stage in history.STAGES)
+  latency = window.latency_s / window.step_s
   if lockstep(config) and math.isfinite(latency):
     share = max(share, min(latency, 1.0))
   return share
@@ -307,7 +298,7 @@ def _pauses(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
   kind = max(("eval", "checkpoint"), key=window.shares["training"].__getitem__)
   share = window.shares["training"][kind]
   name = {"eval": "evaluation.every", "checkpoint": "checkpoint.every"}[kind]
-  every = leaf(config, name, 0)
+  every = history.leaf(config, name, 0)
   if not every or share < _SHARE:
     return None
   return Lever(
@@ -316,10 +307,6 @@ def _pauses(window: windows.Window, config: Mapping[str, Any]) -> Lever | None:
     _less(share / 2, f"half of the time in {kind}"),
     f"Training stands still for {kind}; half as often costs half.",
   )
-
-
-def _step_s(window: windows.Window) -> float:
-  return window.seconds / max(window.steps, 1)
 
 
 def _less(share: float, what: str) -> str:

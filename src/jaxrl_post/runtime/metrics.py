@@ -14,6 +14,12 @@ from jaxrl_post import types
 
 # Of the distribution of lengths.
 PERCENTS = (10, 25, 50, 75, 90, 99)
+# What is known of the lengths of a batch, and the share that is no longer.
+LENGTHS = {
+  "completion/min_tokens": 0.0,
+  **{f"completion/p{p}_tokens": p / 100 for p in PERCENTS},
+  "completion/max_tokens": 1.0,
+}
 
 
 def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:

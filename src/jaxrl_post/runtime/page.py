@@ -11,9 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.runtime import diagnose, draw, levers, samples
+from jaxrl_post.runtime import (
+  diagnose,
+  draw,
+  folder,
+  history,
+  levers,
+  metrics,
+  samples,
+)
 from jaxrl_post.runtime import window as windows
 
 _TEMPLATE = "report.html"
@@ -37,7 +46,6 @@ _WORDS = {
   "transit": "open, but not worked on",
 }
 _LAGS = ("0", "1", "2", "3 and more")
-_PERCENTS = (10, 25, 50, 75, 90, 99)
 _MOST_BARS = 24
 
 
@@ -58,25 +66,8 @@ class Panel:
   note: str
 
 
-def html(
-  name: str,
-  rows: Sequence[windows.Row],
-  config: Mapping[str, Any],
-  diagnosis: diagnose.Diagnosis,
-  *,
-  timeline: samples.Timeline,
-  rollouts: Sequence[samples.Sample],
-) -> str:
-  """Returns the page.
-
-  Args:
-    name: of the run.
-    rows: all of its lines, evaluations before the first step included.
-    config: its config.json.
-    diagnosis: of it.
-    timeline: of a typical step.
-    rollouts: some, to read.
-  """
+def html(run: history.Run, diagnosis: diagnose.Diagnosis) -> str:
+  """Returns the page of a run, with its diagnosis."""
   source = importlib.resources.files("jaxrl_post.runtime")
   environment = jinja2.Environment(
     autoescape=True,
@@ -88,32 +79,33 @@ def html(
     (source / _TEMPLATE).read_text(encoding="utf-8")
   )
   window = diagnosis.window
-  trained = windows.trained(rows)
-  whole = windows.between(None, trained[-1], trained)
+  rows, config = run.rows, run.config
+  whole = windows.over(rows, np.ones(len(rows), bool))
+  timeline = samples.typical(run.path, rows, window.where)
   return template.render(
-    title=f"Run {name}",
-    about=about(trained, config, window),
+    title=f"Run {run.path.resolve().name}",
+    about=about(rows, config, window),
     diagnosis=diagnosis,
     regime=regime(diagnosis),
-    span=span(window),
-    tiles=tiles(trained, window),
+    span=window.span,
+    tiles=tiles(rows, window),
     stacks=[
-      (span(window).capitalize(), _stack(window)),
+      (window.span.capitalize(), _stack(window)),
       ("The whole run", _stack(whole)),
     ],
     kinds=_KINDS,
-    stages=windows.STAGES,
+    stages=history.STAGES,
     shares=[
-      (_WORDS[kind], [window.shares[s][kind] for s in windows.STAGES])
+      (_WORDS[kind], [window.shares[s][kind] for s in history.STAGES])
       for kind in windows.KINDS
-      if any(window.shares[s][kind] > 5e-5 for s in windows.STAGES)
+      if any(window.shares[s][kind] > 5e-5 for s in history.STAGES)
     ],
     timeline={"svg": _timeline(timeline), "note": timeline.note},
     charts=[
-      ("Reward and loss", _curves(rows)),
-      ("Lengths and staleness", _histograms(trained, window, config)),
+      ("Reward and loss", _curves(run.lines)),
+      ("Lengths and staleness", _histograms(rows, window, config)),
     ],
-    samples=rollouts,
+    samples=samples.rollouts(run.path),
     settings=_settings(config),
   )
 
@@ -126,13 +118,8 @@ def regime(diagnosis: diagnose.Diagnosis) -> str:
   }.get(diagnosis.regime, "Regime not known")
 
 
-def span(window: windows.Window) -> str:
-  """Names the steps of a window."""
-  return f"steps {window.first + 1} to {window.last}"
-
-
 def about(
-  rows: Sequence[windows.Row],
+  rows: Sequence[history.Row],
   config: Mapping[str, Any],
   window: windows.Window,
 ) -> str:
@@ -142,19 +129,19 @@ def about(
   if devices and not levers.shared(config):
     where += f" ({devices['training']} train, {devices['generation']} generate)"
   return (
-    f"{len(rows)} steps in {windows.number(rows[-1], 'time/seconds'):.1f} s, "
-    f"{where}, placement {levers.leaf(config, 'placement.mode', 'unknown')}, "
-    f"max_lag {levers.leaf(config, 'max_lag', 'unknown')}"
+    f"{len(rows)} steps in {history.number(rows[-1], 'time/seconds'):.1f} s, "
+    f"{where}, placement {history.leaf(config, 'placement.mode', 'unknown')}, "
+    f"max_lag {history.leaf(config, 'max_lag', 'unknown')}"
   )
 
 
 def tiles(
-  rows: Sequence[windows.Row], window: windows.Window
+  rows: Sequence[history.Row], window: windows.Window
 ) -> list[tuple[str, str, str]]:
   """Returns the four numbers: name, value, and what belongs to it."""
-  lags = [windows.number(row, "staleness/max") for row in rows]
+  lags = [history.number(row, "staleness/max") for row in rows]
   most = max((lag for lag in lags if math.isfinite(lag)), default=math.nan)
-  idle = {stage: f"{window.idle(stage):.2f}" for stage in windows.STAGES}
+  idle = {stage: f"{window.idle(stage):.2f}" for stage in history.STAGES}
   latency = 1000 * window.latency_s
   return [
     (
@@ -171,7 +158,7 @@ def tiles(
     ),
     (
       "staleness",
-      _plain(windows.mean(rows, "staleness/mean"), ".2f"),
+      _plain(history.mean(rows, "staleness/mean"), ".2f"),
       f"versions, mean; {_plain(most, '.0f')} at most",
     ),
   ]
@@ -195,7 +182,7 @@ def _stack(
         if share > 5e-4
       ],
     )
-    for stage in windows.STAGES
+    for stage in history.STAGES
   ]
 
 
@@ -211,7 +198,7 @@ def _timeline(found: samples.Timeline) -> str:
   )
 
 
-def _curves(rows: Sequence[windows.Row]) -> list[Panel]:
+def _curves(rows: Sequence[history.Row]) -> list[Panel]:
   panels = (
     ("Reward", ("reward/mean", "eval/reward"), "by step; dots: held-out"),
     ("Loss", ("loss/policy", "loss/kl", "loss/value"), "by step"),
@@ -230,7 +217,7 @@ def _curves(rows: Sequence[windows.Row]) -> list[Panel]:
       draw.Curve(
         name=name,
         points=[
-          (windows.number(row, "step"), windows.number(row, name))
+          (history.number(row, "step"), history.number(row, name))
           for row in rows
         ],
         dots=name.startswith("eval/"),
@@ -255,16 +242,16 @@ def _curves(rows: Sequence[windows.Row]) -> list[Panel]:
 
 
 def _histograms(
-  rows: Sequence[windows.Row],
+  rows: Sequence[history.Row],
   window: windows.Window,
   config: Mapping[str, Any],
 ) -> list[Panel]:
-  inside = [row for row in rows if windows.number(row, "step") > window.first]
+  inside = [row for row, ok in zip(rows, window.where, strict=True) if ok]
   lengths = length_shares(
-    inside, int(levers.leaf(config, "sampling.max_tokens", 0) or 0)
+    inside, int(history.leaf(config, "sampling.max_tokens", 0) or 0)
   )
   lags = lag_shares(inside)
-  where = span(window)
+  where = window.span
   return [
     Panel(
       title="Completion lengths",
@@ -287,7 +274,7 @@ def _histograms(
 
 
 def length_shares(
-  rows: Sequence[windows.Row], most: int
+  rows: Sequence[history.Row], most: int
 ) -> list[tuple[str, float]]:
   """Estimates the distribution of lengths from the percentiles of each step.
 
@@ -315,14 +302,9 @@ def length_shares(
   ]
 
 
-def _percentiles(row: windows.Row) -> list[tuple[float, float]]:
+def _percentiles(row: history.Row) -> list[tuple[float, float]]:
   """Returns lengths of a step and the share that does not exceed each."""
-  names = [(f"completion/p{q}_tokens", q / 100) for q in _PERCENTS]
-  ends = (("completion/min_tokens", 0.0), ("completion/max_tokens", 1.0))
-  found = [
-    (windows.number(row, name), share)
-    for name, share in (ends[0], *names, ends[1])
-  ]
+  found = [(history.number(row, x), p) for x, p in metrics.LENGTHS.items()]
   known = all(math.isfinite(length) for length, _ in found)
   return found if known else []
 
@@ -340,7 +322,7 @@ def _below(found: Sequence[tuple[float, float]], length: float) -> float:
   return share
 
 
-def lag_shares(rows: Sequence[windows.Row]) -> list[tuple[str, float]]:
+def lag_shares(rows: Sequence[history.Row]) -> list[tuple[str, float]]:
   """Returns lag and share of the trained tokens of all steps that have it.
 
   Returns:
@@ -348,22 +330,19 @@ def lag_shares(rows: Sequence[windows.Row]) -> list[tuple[str, float]]:
   """
   totals = dict.fromkeys(_LAGS, 0.0)
   for row in rows:
-    tokens = windows.number(row, "loss/tokens")
+    tokens = history.number(row, "loss/tokens")
     for i, label in enumerate(_LAGS):
-      part = windows.number(row, f"lag/{i}/tokens") * tokens
+      part = history.number(row, f"lag/{i}/tokens") * tokens
       totals[label] += part if math.isfinite(part) else 0.0
   whole = sum(totals.values())
   return [(label, x / whole) for label, x in totals.items()] if whole else []
 
 
-def _settings(
-  node: Mapping[str, Any], prefix: str = ""
-) -> list[tuple[str, str]]:
-  found = []
-  for name, value in node.items():
-    if isinstance(value, Mapping) and value:
-      found += _settings(value, f"{prefix}{name}.")
-    else:
-      shown = value if isinstance(value, str) else json.dumps(value)
-      found.append((f"{prefix}{name}", shown))
-  return found
+def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+  """Returns names and values; of text without its quotes."""
+  found = folder.leaves(config)
+  texts = {name: json.loads(value) for name, value in found.items()}
+  return [
+    (name, texts[name] if isinstance(texts[name], str) else value)
+    for name, value in found.items()
+  ]

@@ -4,33 +4,15 @@ Reads a run folder and writes `report.html` into it; the same in 30 lines for
 the terminal. No device is started.
 """
 
-import json
 import pathlib
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jaxrl_post import types
-from jaxrl_post.runtime import diagnose, folder, log, page, samples
-from jaxrl_post.runtime import window as windows
+from jaxrl_post.runtime import diagnose, folder, history, page
 
 FILE = "report.html"
 LINES, COLUMNS = 30, 80
-
-
-@types.host_record
-class Run:
-  """What is read of a run folder.
-
-  Attributes:
-    path: of the folder.
-    rows: all lines of metrics.jsonl.
-    config: config.json.
-  """
-
-  path: pathlib.Path
-  rows: Sequence[windows.Row]
-  config: Mapping[str, Any]
 
 
 def report(folders: Sequence[pathlib.Path]) -> str:
@@ -46,20 +28,10 @@ def report(folders: Sequence[pathlib.Path]) -> str:
     InputError: a folder has no run, or one without a trained step; or the
       page cannot be written.
   """
-  run, *others = [read(path) for path in folders]
-  earlier = None
-  if others:
-    earlier = windows.trained(others[0].rows), others[0].config
-  rows = windows.trained(run.rows)
-  found = diagnose.diagnose(rows, run.config, earlier)
-  text = page.html(
-    run.path.resolve().name,
-    run.rows,
-    run.config,
-    found,
-    timeline=samples.typical(run.path, rows, found.window.first),
-    rollouts=samples.rollouts(run.path),
-  )
+  run, *others = [history.read(path) for path in folders]
+  earlier = (others[0].rows, others[0].config) if others else None
+  found = diagnose.diagnose(run.rows, run.config, earlier)
+  text = page.html(run, found)
   target = run.path / FILE
   try:
     folder.write(target, text)
@@ -71,51 +43,20 @@ def report(folders: Sequence[pathlib.Path]) -> str:
   return summary(run, found, target)
 
 
-def read(path: pathlib.Path) -> Run:
-  """Reads a run folder; of a run that is under way, what is there.
-
-  Returns:
-    The run. A last line of metrics.jsonl without its end is left out.
-
-  Raises:
-    InputError: there is no run, its files are damaged, or no step was trained.
-  """
-  settings = _read(path, folder.CONFIG_FILE)
-  lines = _read(path, log.METRICS_FILE).split("\n")[:-1]
-  name = folder.CONFIG_FILE
-  try:
-    config = json.loads(settings)
-    rows = []
-    for number, line in enumerate(lines, 1):
-      name = f"{log.METRICS_FILE}, line {number}"
-      rows.append(json.loads(line))
-  except json.JSONDecodeError as error:
-    raise types.InputError(
-      f"{path / name}: expected JSON, got {error.msg.lower()}. Repair the file "
-      "or name another run."
-    ) from error
-  objects = [x for x in (config, *rows) if not isinstance(x, dict)]
-  if objects or not windows.trained(rows):
-    got = f"{objects[0]!r:.40}" if objects else f"{len(rows)} lines without any"
-    raise types.InputError(
-      f"{path}: expected a run with a trained step, got {got}. Train it first, "
-      "or name another."
-    )
-  return Run(path=path, rows=rows, config=config)
-
-
-def summary(run: Run, found: diagnose.Diagnosis, target: pathlib.Path) -> str:
+def summary(
+  run: history.Run, found: diagnose.Diagnosis, target: pathlib.Path
+) -> str:
   """Says a diagnosis in a terminal.
 
   Returns:
     At most `LINES` lines of at most `COLUMNS` columns; but a long path is not
     cut.
   """
-  rows, window = windows.trained(run.rows), found.window
+  rows, window = run.rows, found.window
   lines = _wrap(page.about(rows, run.config, window))
   lines += [
     "",
-    f"{'sign, of ' + page.span(window):<42}{'figure':>7}{'fires if':>10}",
+    f"{'sign, of ' + window.span:<42}{'figure':>7}{'fires if':>10}",
   ]
   for i, sign in enumerate(found.signs, 1):
     figure = "-" if sign.figure is None else f"{sign.figure:.2f}"
@@ -151,13 +92,3 @@ def _wrap(text: str, indent: str = "", most: int = 2) -> list[str]:
     max_lines=most,
     placeholder=" ...",
   )
-
-
-def _read(path: pathlib.Path, name: str) -> str:
-  try:
-    return (path / name).read_text(encoding="utf-8", errors="replace")
-  except OSError as error:
-    raise types.InputError(
-      f"{path}: expected the folder of a run, got one without {name} "
-      f"({error.strerror}). Name the folder of a run."
-    ) from error

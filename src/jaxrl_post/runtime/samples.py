@@ -3,17 +3,17 @@
 import json
 import pathlib
 import re
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl_post import types
-from jaxrl_post.runtime import draw, log
-from jaxrl_post.runtime import window as windows
+import numpy as np
+from jaxtyping import Bool
 
-TRACE_FILE = "trace.json"
+from jaxrl_post import types
+from jaxrl_post.runtime import clock, draw, history, log, trace
+
 _LANES = ("training", "generation", "rewards")
-_KINDS = ("busy", "sync", "compile", "checkpoint", "eval", "wait")
+_KINDS = {kind.partition("/")[0] for kind in clock.KINDS}
 _HEADER = re.compile(r"step (\d+) prompt ")
 _MOST_LINES = 120
 # Neighbours share an edge, but for the rounding of floats.
@@ -53,52 +53,51 @@ class Sample:
 
 
 def typical(
-  folder: pathlib.Path, rows: Sequence[windows.Row], first: int
+  folder: pathlib.Path,
+  rows: Sequence[history.Row],
+  where: Bool[np.ndarray, " N"],
 ) -> Timeline:
-  """Finds the step of median length after `first`, in the trace of a run.
+  """Finds the step of median length among some, in the trace of a run.
 
   Args:
     folder: of the run.
     rows: lines of its trained steps.
-    first: step that compiled last.
+    where: which of them to choose from.
 
   Returns:
     A timeline; without spans where there is no trace, or it has nothing of the
     step. Broken lines, such as the last of a run that was killed, are passed
     over.
   """
-  ends = [
-    (windows.number(row, "step"), windows.number(row, "time/seconds"))
-    for row in rows
-  ]
-  steps = [
-    (after[1] - before[1], int(after[0]), before[1])
-    for before, after in zip(ends, ends[1:], strict=False)
-    if before[0] >= first and after[0] == before[0] + 1
-  ]
-  if not steps:
-    return _nothing("No step to show: none is between two others.")
-  middle = statistics.median_low(length for length, _, _ in steps)
-  seconds, step, start = next(x for x in steps if x[0] == middle)
+  wall = history.column(rows, "time/seconds")
+  lengths = history.added(wall)
+  follows = history.added(history.column(rows, "step")) == 1.0
+  steps = np.flatnonzero(where & follows)
+  if not len(steps):
+    return _nothing("No step to show: none follows another.")
+  order = steps[np.argsort(lengths[steps], kind="stable")]
+  middle = order[(len(steps) - 1) // 2]
+  step, seconds = int(rows[middle]["step"]), float(lengths[middle])
+  start = float(wall[middle]) - seconds
   spans, levels = [], {"outstanding": [], "ready": []}
   try:
-    for event in _events(folder / TRACE_FILE):
+    for event in _events(folder / trace.FILE):
       at = event["ts"] / 1e6 - start
       if event["ph"] == "X":
         spans += _spans(event, at, seconds)
       elif event["ph"] == "C" and event.get("name") == "queue":
         _count(levels, event.get("args", {}), at, seconds)
   except FileNotFoundError:
-    return _nothing(f"No {TRACE_FILE} in the run folder: nothing to draw.")
+    return _nothing(f"No {trace.FILE} in the run folder: nothing to draw.")
   if not spans:
-    return _nothing(f"{TRACE_FILE} has nothing of step {step}.")
+    return _nothing(f"{trace.FILE} has nothing of step {step}.")
   return Timeline(
     lanes=_LANES,
     spans=spans,
     seconds=seconds,
     levels={name: values for name, values in levels.items() if values},
     note=f"Step {step}, of median length among {len(steps)}: from the line of "
-    f"the step before to its own. All of {TRACE_FILE} opens in Perfetto "
+    f"the step before to its own. All of {trace.FILE} opens in Perfetto "
     "(ui.perfetto.dev).",
   )
 

@@ -1,50 +1,22 @@
 """What the steps of a finished run say: figures with intervals.
 
-Everything is computed from what is in the run folder. A figure is of the steps
-that count: neither the first ones nor those that compiled. Rates are a sum over
-a sum, not a mean of ratios. Steps that follow each other are alike, and an
+Figures are of the steps that count (`history.counted`). Rates are a sum over a
+sum, not a mean of ratios. Steps that follow each other are alike, and an
 interval takes that into account.
 """
 
-import json
 import math
-import os
-import pathlib
-from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxrl_post import types
-from jaxrl_post.runtime import folder as folder_lib
-from jaxrl_post.runtime import log
+from jaxrl_post.runtime import history
 
-FIRST_STEPS = 5  # never count: the pipeline fills
 LEAST_STEPS = 30  # that must count, for an interval
 _BATCHES = 10
 _MOST_ALIKE = 0.95  # correlation of neighbours, in an estimate
 _STUDENT_T = 2.262  # of 95 %, two-sided, with _BATCHES - 1 degrees of freedom
-
-Row = Mapping[str, float | None]
-
-
-@types.host_record
-class Run:
-  """What a run folder says.
-
-  Attributes:
-    name: the folder, as it was given.
-    leaves: JSON of each setting by its dotted name.
-    rows: lines of metrics.jsonl with a trained step, oldest first.
-    tests: reward on held-out prompts by step.
-    data: digest of the training data; None when no checkpoint tells.
-  """
-
-  name: str
-  leaves: dict[str, str]
-  rows: tuple[Row, ...]
-  tests: dict[int, float]
-  data: str | None
 
 
 @types.host_record
@@ -63,95 +35,6 @@ class Estimate:
   def interval(self) -> tuple[float, float]:
     """Both ends."""
     return self.value - self.error, self.value + self.error
-
-
-# --------------------------------------------------------------------- reading
-
-
-def read(folder: str | os.PathLike[str]) -> Run:
-  """Reads a run folder; of a run that is under way, what is there.
-
-  Raises:
-    InputError: there is no run, no trained step, or a file is damaged.
-  """
-  path = pathlib.Path(folder)
-  settings = _text(path / folder_lib.CONFIG_FILE)
-  # A last line without its end is still being written, or was cut by a kill.
-  lines = _text(path / log.METRICS_FILE).split("\n")[:-1]
-  try:
-    leaves = folder_lib.leaves(json.loads(settings))
-    rows = [json.loads(line) for line in lines]
-  except json.JSONDecodeError as error:
-    raise types.InputError(
-      f"{path}: expected JSON in {folder_lib.CONFIG_FILE} and in each line of "
-      f"{log.METRICS_FILE}, got {error.msg}. Choose another run."
-    ) from error
-  trained = tuple(row for row in rows if "reward/mean" in row)
-  if not trained:
-    raise types.InputError(
-      f"{path}: expected a run with a trained step, got none. Train it first."
-    )
-  tests = {
-    int(row["step"]): float(row["eval/reward"])
-    for row in rows
-    if row.get("eval/reward") is not None
-  }
-  return Run(
-    name=str(folder), leaves=leaves, rows=trained, tests=tests, data=_data(path)
-  )
-
-
-def _text(path: pathlib.Path) -> str:
-  try:
-    return path.read_text(encoding="utf-8")
-  except OSError as error:
-    raise types.InputError(
-      f"{path.parent}: expected the folder of a run, got none with "
-      f"{path.name} ({error.strerror}). Name the folder of a run."
-    ) from error
-
-
-def _data(path: pathlib.Path) -> str | None:
-  """Returns the digest of the training data, which checkpoints hold."""
-  for meta in sorted((path / "checkpoints").glob("[0-9]*/meta.json")):
-    try:
-      return json.loads(meta.read_text(encoding="utf-8"))["data"]
-    except (OSError, json.JSONDecodeError, KeyError):
-      continue  # of a save that was cut off; another one says the same
-  return None
-
-
-def column(run: Run, name: str) -> Float[np.ndarray, " N"]:
-  """Returns a metric of every trained step; NaN where a line has none."""
-  found = (row.get(name) for row in run.rows)
-  return np.array([math.nan if x is None else x for x in found], float)
-
-
-def counted(run: Run) -> Bool[np.ndarray, " N"]:
-  """Says which steps count.
-
-  Returns:
-    False for the first `FIRST_STEPS`, for a step without the line before it,
-    and for one in which a program was built: that of a run that was continued
-    is among them, as the new process builds all of its own.
-  """
-  ok = np.arange(len(run.rows)) >= FIRST_STEPS
-  ok &= _added(column(run, "step")) == 1.0
-  ok &= _added(column(run, "time/seconds")) > 0.0
-  for name in ("compile/count", "compile/seconds"):
-    ok &= _added(np.nan_to_num(column(run, name))) == 0.0
-  return ok
-
-
-def restarts(run: Run) -> int:
-  """Counts the processes that went on with a run, as far as lines tell."""
-  falls = np.zeros(len(run.rows), bool)
-  for name in ("compile/seconds", "engine/decode_tokens", "engine/decode_s"):
-    falls[1:] |= np.diff(column(run, name)) < 0.0
-  return int(falls.sum())
-
-
-# ------------------------------------------------------------------- measuring
 
 
 def ratio(
@@ -198,7 +81,7 @@ def _by_neighbours(values: Float[np.ndarray, " N"]) -> float:
   return spread * (1 + alike) / (1 - alike)
 
 
-def measure(run: Run) -> dict[str, Estimate]:
+def measure(run: history.Run) -> dict[str, Estimate]:
   """Measures the steps of a run that count.
 
   Returns:
@@ -207,33 +90,29 @@ def measure(run: Run) -> dict[str, Estimate]:
     tokens. What the lines do not have is NaN; of runs that name no devices
     each counts as one, as their rates are already by device.
   """
-  ok = counted(run)
-  wall, ones = column(run, "time/seconds"), np.ones(int(ok.sum()))
-  devices = np.nan_to_num(column(run, "devices"), nan=1.0)
-  seconds, held = _added(wall)[ok], (_added(wall) * devices)[ok]
+  rows, added = run.rows, history.added
+  ok = history.counted(rows)
+  wall = history.column(rows, "time/seconds")
+  devices = np.nan_to_num(history.column(rows, "devices"), nan=1.0)
+  seconds, held = added(wall)[ok], (added(wall) * devices)[ok]
+  ones = np.ones(len(seconds))
   found = {}
-  # Lines hold averages since the first admission.
   for name in ("consumed", "generated"):
-    rate = column(run, f"throughput/{name}_per_device_hour")
-    done = _added(rate * wall * devices)[ok]
-    found[f"{name} a device-hour"] = ratio(done, held)
+    rate = history.column(rows, f"throughput/{name}_per_device_hour")
+    found[f"{name} a device-hour"] = ratio(
+      added(rate * wall * devices)[ok], held
+    )
   found["step, s"] = ratio(seconds, ones)
-  stages = (k for k in run.rows[-1] if k.split("/")[:-1] == ["idle"])
-  for name in sorted(stages):
-    idle = _added(column(run, name) * wall)[ok]
-    found[f"idle part of {name.split('/')[1]}"] = ratio(idle, seconds)
+  for stage in history.STAGES:
+    idle = added(history.column(rows, f"idle/{stage}") * wall)[ok]
+    found[f"idle part of {stage}"] = ratio(idle, seconds)
   for label, name, scale in (
     ("weight sync, ms", "sync/latency_s", 1e3),
     ("mean lag, versions", "staleness/mean", 1.0),
     ("mismatch, nats", "mismatch/mean_abs", 1.0),
   ):
-    found[label] = ratio(scale * column(run, name)[ok], ones)
+    found[label] = ratio(scale * history.column(rows, name)[ok], ones)
   return found
-
-
-def _added(totals: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-  """Returns what each step added to a sum since the first admission."""
-  return np.diff(totals, prepend=0.0)
 
 
 def _window(count: int) -> int:
@@ -241,7 +120,7 @@ def _window(count: int) -> int:
   return max(count // 4, LEAST_STEPS)
 
 
-def reward(run: Run, where: Bool[np.ndarray, " N"]) -> Estimate:
+def reward(run: history.Run, where: Bool[np.ndarray, " N"]) -> Estimate:
   """Estimates the mean reward over the last quarter of some steps.
 
   Args:
@@ -252,12 +131,15 @@ def reward(run: Run, where: Bool[np.ndarray, " N"]) -> Estimate:
     With the larger of two intervals: that of the steps, and that of the
     standard errors which the lines have.
   """
-  values = column(run, "reward/mean")[where][-_window(int(where.sum())) :]
-  errors = column(run, "reward/standard_error")[where][-len(values) :]
+  last = np.flatnonzero(where)[-_window(int(where.sum())) :]
+  values, errors = (
+    history.column(run.rows, name)[last]
+    for name in ("reward/mean", "reward/standard_error")
+  )
   return _wider(ratio(values, np.ones(len(values))), errors**2)
 
 
-def reward_change(a: Run, b: Run) -> Estimate:
+def reward_change(a: history.Run, b: history.Run) -> Estimate:
   """Estimates by how much B's reward is above A's at equal rollouts.
 
   Steps have equally many rollouts, and are compared one by one: what both
@@ -272,9 +154,9 @@ def reward_change(a: Run, b: Run) -> Estimate:
   return _wider(ratio(change, np.ones(len(change))), squares)
 
 
-def _by_step(run: Run) -> dict[float, tuple[float, float]]:
+def _by_step(run: history.Run) -> dict[float, tuple[float, float]]:
   names = ("step", "reward/mean", "reward/standard_error")
-  steps, *values = (column(run, name).tolist() for name in names)
+  steps, *values = (history.column(run.rows, name).tolist() for name in names)
   return dict(zip(steps, zip(*values, strict=True), strict=True))
 
 

@@ -4,21 +4,19 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from jaxrl_post.runtime import log, progress
-
-Row = Mapping[str, float | None]
+from jaxrl_post.runtime import history, log, progress
 
 
-def read(folder: str | os.PathLike[str]) -> list[Row]:
+def read(folder: str | os.PathLike[str]) -> list[history.Row]:
   """Returns the lines of a run's metrics.jsonl, oldest first."""
   path = pathlib.Path(folder) / log.METRICS_FILE
   with path.open(encoding="utf-8") as file:
     return [json.loads(line) for line in file]
 
 
-def text(rows: Sequence[Row]) -> str:
+def text(rows: Sequence[history.Row]) -> str:
   """Says how a run went.
 
   Args:
@@ -33,31 +31,30 @@ def text(rows: Sequence[Row]) -> str:
   if not steps:
     return "no step was trained"
   last = steps[-1]
-  rewards = [_number(row, "reward/mean") for row in steps]
+  rewards = [history.number(row, "reward/mean") for row in steps]
   tests = [row for row in rows if row.get("eval/reward") is not None]
   lines = [
     "mean reward of the rollouts, by step",
-    progress.curve(rewards, first=int(_number(steps[0], "step"))),
+    progress.curve(rewards, first=int(history.number(steps[0], "step"))),
     "",
   ]
   for name in sorted({n for row in tests for n in row if "eval/reward" in n}):
     ends = [tests[0], tests[-1]] if len(tests) > 1 else tests
     shown = ", ".join(
-      f"{_number(row, name):.3f} after step {row['step']}" for row in ends
+      f"{history.number(row, name):.3f} after step {row['step']}"
+      for row in ends
     )
     label = f"held-out {name.removeprefix('eval/').replace('_', ' ')}"
     lines.append(f"{label:<24} {shown}")
-  latencies = [_number(row, "sync/latency_s") for row in steps]
+  latencies = [history.number(row, "sync/latency_s") for row in steps]
   latencies = sorted(x for x in latencies if not math.isnan(x))
   middle = latencies[len(latencies) // 2] if latencies else math.nan
-  lags = [_number(row, "staleness/max") for row in steps]
+  lags = [history.number(row, "staleness/max") for row in steps]
   lag = max((x for x in lags if not math.isnan(x)), default=math.nan)
-  made = _number(last, "throughput/generated_per_device_hour")
-  used = _number(last, "throughput/consumed_per_device_hour")
-  idle = [
-    _number(last, f"idle/{stage}") for stage in ("generation", "training")
-  ]
-  mean = _number(last, "staleness/mean")
+  made = history.number(last, "throughput/generated_per_device_hour")
+  used = history.number(last, "throughput/consumed_per_device_hour")
+  idle = [history.number(last, f"idle/{stage}") for stage in history.STAGES]
+  mean = history.number(last, "staleness/mean")
   facts = {
     "rollouts per device-hour": f"{made:.0f} generated, {used:.0f} consumed",
     "idle fraction": f"generation {idle[0]:.2f}, training {idle[1]:.2f}",
@@ -68,13 +65,8 @@ def text(rows: Sequence[Row]) -> str:
     if math.isnan(lag)
     else f"mean {mean:.2f} in the last step, max {lag:.0f} in any",
   }
-  bad = sum(_number(row, "loss/bad_updates") > 0 for row in steps)
+  bad = sum(history.number(row, "loss/bad_updates") > 0 for row in steps)
   if bad:
     facts["skipped"] = f"updates of {bad} of {len(steps)} steps: not finite"
   lines += [f"{label:<24} {fact}" for label, fact in facts.items()]
   return "\n".join(lines)
-
-
-def _number(row: Row, name: str) -> float:
-  value = row.get(name)
-  return math.nan if value is None else float(value)

@@ -71,18 +71,15 @@ class Trace:
     folder: str | os.PathLike[str],
     *,
     slots: bool = False,
-    max_bytes: int = MAX_BYTES,
   ) -> None:
     """Opens nothing before `start`.
 
     Args:
       folder: of the run.
       slots: see above.
-      max_bytes: size of the file at which it ends, with an event that says so.
     """
     self.step, self.slots = 0, slots
     self._path = pathlib.Path(folder) / FILE
-    self._max = max_bytes
     self._file: Any = None
     self._size = 0
     self._flushed = 0.0
@@ -164,9 +161,9 @@ class Trace:
     if self._file is None:
       return
     self._size += len(line)
-    full = self._size > self._max
+    full = self._size > MAX_BYTES
     if full:
-      name = f"the trace ends here: {self._max} bytes"
+      name = f"the trace ends here: {MAX_BYTES} bytes"
       last = {"name": name, "ph": "i", "s": "g", "ts": at}
       line = _encode({**last, "pid": 1, "tid": 0}) + ",\n"
     try:
@@ -178,7 +175,7 @@ class Trace:
     except OSError as error:
       self._fail(error)
     if full:
-      _log.warning("%s: full at %d bytes, and ends", self._path, self._max)
+      _log.warning("%s: full at %d bytes, and ends", self._path, MAX_BYTES)
       self.close()
 
   def _fail(self, error: OSError) -> None:
