@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
 from jaxrl_post import types
+from jaxrl_post.data import pack
+from jaxrl_post.models import transformer, weights
 from jaxrl_post.placement import mesh, settings
 from jaxrl_post.runtime import folder
 
@@ -33,8 +35,16 @@ class Setting:
     prefill_tokens: most tokens of a call that reads prompts.
     drain: whether newer weights wait until nothing is in flight.
     asynchronous: whether generation has a thread of its own.
+    cut: microbatches x minibatches of a batch.
+    key_cost: operations of a token for a key that it reads, by those for all
+      weights of a layer.
     fixed_training: whether the sizes of all axes that train are written out.
     fixed_generation: likewise of those that generate.
+    training_axes: product of the written ones, but for fsdp where all are: the
+      devices that train are a multiple of it.
+    generation_axes: likewise, but for data.
+    training_inner: of these, product of those that do not split rollouts.
+    generation_inner: likewise, or slots.
   """
 
   mode: Literal["colocated", "split", "roles"] = "colocated"
@@ -51,8 +61,14 @@ class Setting:
   prefill_tokens: int = 512
   drain: bool = False
   asynchronous: bool = True
+  cut: int = 1
+  key_cost: float = 0.0
   fixed_training: bool = False
   fixed_generation: bool = False
+  training_axes: int = 1
+  generation_axes: int = 1
+  training_inner: int = 1
+  generation_inner: int = 1
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
@@ -79,10 +95,29 @@ class Setting:
     return self.groups_per_step * self.group_size
 
   @property
+  def divides(self) -> bool:
+    """Whether devices divide into axes, and rollouts and slots over them."""
+    if self.training % self.training_axes:
+      return False
+    if self.generation % self.generation_axes:
+      return False
+    rows = self.training // self.training_inner * self.cut
+    slots = self.generation // self.generation_inner
+    return not (self.rollouts % rows or self.rows % slots)
+
+  @property
   def positions(self) -> int:
-    """Tokens that a batch has room for, with a prompt once a group."""
-    prompts = self.groups_per_step * self.max_prompt
-    return self.rollouts * self.max_tokens + prompts
+    """Tokens that the trainer computes for a batch of the longest rollouts."""
+    layout = pack.layout(
+      self.rollouts,
+      self.group_size,
+      max_prompt=self.max_prompt,
+      max_tokens=self.max_tokens,
+      flops=lambda keys: 1.0 + self.key_cost * keys,
+      microbatches=self.cut,
+      row_parts=self.training // self.training_inner,
+    )
+    return layout.rows * layout.length
 
   @property
   def prompts(self) -> int:
@@ -226,8 +261,14 @@ def setting(tree: Mapping[str, Any], devices: int) -> Setting:
       max_prompt=tree["data"]["max_prompt"],
       drain=sampling["in_flight"] == "drain",
       asynchronous=stream["asynchronous"],
+      cut=tree["optim"]["microbatches"] * tree["optim"]["minibatches"],
+      key_cost=_key_cost(tree["model"]),
       fixed_training=-1 not in dataclasses.astuple(place.training),
       fixed_generation=-1 not in dataclasses.astuple(place.generation),
+      training_axes=_axes(place.training, "fsdp"),
+      generation_axes=_axes(place.generation, "data"),
+      training_inner=_axes(place.training, *mesh.TRAINING_BATCH),
+      generation_inner=_axes(place.generation, *mesh.GENERATION_BATCH),
       **{
         name: sampling[name]
         for name in ("rows", "block", "max_tokens", "prefill_tokens")
@@ -238,6 +279,27 @@ def setting(tree: Mapping[str, Any], devices: int) -> Setting:
       f"{folder.CONFIG_FILE}: expected the settings of a run, got {error} "
       "that is missing or of another kind. Run it again with this version."
     ) from error
+
+
+def _axes(
+  axes: mesh.TrainingAxes | mesh.GenerationAxes, *but: str
+) -> int:
+  """Returns the product of the written axes but for those named."""
+  sizes = dataclasses.asdict(axes).items()
+  return math.prod(n for name, n in sizes if n > 0 and name not in but)
+
+
+def _key_cost(model: Mapping[str, Any]) -> float:
+  """Returns `Setting.key_cost` of a model, from its shape."""
+  given = model["config"]
+  if given is None:
+    shape = weights.read_config(model["path"])
+  else:
+    names = (f.name for f in dataclasses.fields(transformer.Config))
+    sizes = {name: given[name] for name in names if name != "rope_scaling"}
+    shape = transformer.Config(**sizes)
+  none, one = (transformer.layer_flops(shape, keys) for keys in (0, 1))
+  return one / none - 1.0
 
 
 def _placement(tree: Mapping[str, Any]) -> mesh.Placement:

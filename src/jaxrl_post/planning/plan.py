@@ -70,7 +70,8 @@ def text(
   if not every:
     raise types.InputError(
       f"--devices: expected a number that some placement of {base.rows} slots "
-      f"and {base.rollouts} rollouts divides over, got {devices}. Change it."
+      f"and {base.rollouts} rollouts in {base.cut} parts divides over, got "
+      f"{devices or base.devices}. Change it."
     )
   chosen = recommend(every, base.groups_per_step)
   shown = pareto(every)
@@ -111,8 +112,8 @@ def settings(
 
   Yields:
     Every combination of a placement on all devices, half, all and twice the
-    slots and groups of a batch, and bounds of 0, 1, 2 and 4 on the lag, whose
-    slots and rollouts divide over the devices.
+    slots and groups of a batch, and bounds of 0, 1, 2 and 4 on the lag, that
+    a run would not refuse.
   """
   count = base.devices if devices is None else devices
   places = [("colocated", count, count)]
@@ -125,9 +126,7 @@ def settings(
     places, sorted(slots - {0}), sorted(batches - {0}), sorted(lags)
   ):
     mode, training, generation = place
-    if rows % generation or groups * base.group_size % training:
-      continue
-    yield dataclasses.replace(
+    setting = dataclasses.replace(
       base,
       mode=mode,
       training=training,
@@ -138,6 +137,8 @@ def settings(
       max_lag=lag,
       asynchronous=base.asynchronous or lag > 0,
     )
+    if setting.divides:
+      yield setting
 
 
 def pareto(every: Sequence[Planned]) -> list[Planned]:
