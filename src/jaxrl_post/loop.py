@@ -57,7 +57,8 @@ def run(
     The state after the last batch; it is also the last checkpoint.
 
   Raises:
-    InputError: the checkpoint is of other data or another model.
+    InputError: the checkpoint is of other data or another model, or what is to
+      be looked at is beyond the run.
     RunError: or whatever a worker or a reward raised.
   """
   hosts = hosts or hosts_lib.Hosts()
@@ -76,20 +77,21 @@ def run(
     policy = place.publish(state)
     tools.samplers.warm_up(policy)
     hosts.at("first batch", hosts_lib.COLD_S)
-    start = {} if first else tools.test(policy, 0)
-    tools.begin(first, policy.version, start, saved)
+    tools.begin(
+      first, policy.version, {} if first else tools.test(policy, 0), saved
+    )
     rollouts = tools.start(
       open_stream(cfg, parts, tools, hosts, policy=policy, saved=saved),
       saved,
       stack,
     )
     stack.push(hosts.on_error)
-
     for step in range(first + 1, cfg.num_steps + 1):
       tools.notes.at_step(step)
-      groups = hosts.share(
-        lambda: None if hosts.stopping else rollouts.next(), together.bare
-      )
+      with tools.clock.span("training", "wait/host", "take"):
+        groups = hosts.share(
+          lambda: None if hosts.stopping else rollouts.next(), together.bare
+        )
       if groups is None:  # The data has ended, or the run is to stop.
         break
       late_s = hosts_lib.COLD_S if step - first <= _COLD_STEPS else None
@@ -109,9 +111,9 @@ def run(
       with tools.clock.span("training", "sync", "publish"):
         policy = place.publish(state, policy)
       due = checkpoint.due(cfg.checkpoint, step, cfg.num_steps)
-      rollouts.publish(policy, updated, cut=due)
-      hosts.at(f"end of step {step}", checkpoint.DEADLINE_S)
       with tools.clock.span("training", "wait/host", "record"):
+        rollouts.publish(policy, updated, cut=due)
+        hosts.at(f"end of step {step}", checkpoint.DEADLINE_S)
         values |= tools.samplers.metrics() | tools.test(policy, step)
         tools.notes.step(step, groups, rows, values, rollouts)
       tools.save(step, state, rollouts.cut, due=due)
@@ -181,12 +183,9 @@ class Tools:
     saved: checkpoint.Restored | None,
     stack: contextlib.ExitStack,
   ) -> Rollouts:
-    """Starts the clock and then the stream, which begins to admit.
-
-    Whatever else training does between here and where `stack` ends is Python.
-    """
+    """Starts the clock and then the stream, which begins to admit."""
     self.clock.start({} if saved is None else saved.meta["seconds"])
-    stack.enter_context(self.clock.span("training", "wait/host", "loop"))
+    stack.enter_context(self.clock.span("training", "other", "loop"))
     return stack.enter_context(stream)
 
   def learn(
@@ -221,9 +220,9 @@ class Tools:
     if not due:
       self.store.check()
       return
-    with self.clock.span("training", "wait/host", "cut"):
-      made = cut()
     with self.clock.span("training", "checkpoint", "save"):
+      with self.clock.span("training", "wait/host", "cut"):
+        made = cut()
       line = self.notes.line
       meta = {
         "data": self.data,
@@ -248,6 +247,7 @@ def open_tools(
   stack: contextlib.ExitStack,
 ) -> Tools:
   """Opens what the loop uses; `stack` closes it."""
+  watch.check(cfg.num_steps)
   trace = traces.Trace(folder, slots=watch.slots) if hosts.is_head else None
   clock = clocks.Clock(("generation", "training"), trace=trace)
   stack.callback(clock.close)

@@ -1,5 +1,6 @@
 """Puts the numbers of a step together and shows them."""
 
+import contextlib
 import json
 import math
 import pathlib
@@ -60,14 +61,20 @@ class Recorder:
     self._devices, self._sync_bytes = devices, sync_bytes
     self._dump, self._about = folder / dump.FOLDER, about
     self._dumps = cfg.debug is not None and cfg.debug.dump
-    self._log = log.Log(folder)
+    self._expected = expected(folder)
     self._progress = progress.Progress(cfg.num_steps)
     self._profile = profile.Profile(folder, watch.profile, clock)
-    self._writers = writers.Writers(watch, folder, config.to_json(cfg))
+    with contextlib.ExitStack() as stack:
+      self._log = log.Log(folder)
+      stack.callback(self._log.close)
+      self._writers = writers.Writers(watch, folder, config.to_json(cfg))
+      stack.callback(self._writers.close)
+      stack.callback(self._progress.close)
+      stack.callback(self._profile.close)
+      self._open = stack.pop_all()
     for port in self._writers.ports:
       print(f"metrics: http://127.0.0.1:{port}/metrics", flush=True)
     self._is_trusted = True
-    self._expected = expected(folder)
     self._warm: tuple[int, float] | None = None
     self._first = 0
     self._consumed = self._trained = 0
@@ -198,11 +205,8 @@ class Recorder:
     self._check_skipped(step, line)
 
   def close(self) -> None:
-    """Closes files, writers and progress line."""
-    self._profile.close()
-    self._progress.close()
-    self._writers.close()
-    self._log.close()
+    """Closes files, writers and progress line: all, whichever of them fails."""
+    self._open.close()
 
   def _ledger(
     self, rollouts: stream.Stream | replay.Replay

@@ -60,6 +60,7 @@ def check(folder, rows: list[dict]) -> None:
     for kind in ("sync", "compile", "checkpoint", "eval"):
       parts[kind] = last[f"overhead/{stage}/{kind}"]
     assert sum(parts.values()) == pytest.approx(1, abs=TRUSTED)
+    assert made[tid, "cat", "other"] / wall < TRUSTED
     for kind, part in parts.items():
       assert made[tid, "cat", kind] / wall == pytest.approx(
         part, abs=TRUSTED
@@ -126,7 +127,7 @@ def test_a_continued_run_has_one_trace_with_captures_and_rows(
   assert set(inside) == {2}
   rollouts = [e for e in found if e["name"].startswith("rollout ")]
   assert {e["tid"] for e in rollouts} <= {
-    2001 + row for row in range(cfg.sampling.rows)
+    2_000_001 + row for row in range(cfg.sampling.rows)
   }
   assert len(rollouts) == 3 * cfg.rows
 
@@ -189,7 +190,7 @@ def test_a_pause_of_300_ms_is_idle_time_of_both_stages_for_its_reason(
   made = lengths(events(folder), begin, end)
   before, after = rows[number - 2], rows[number - 1]
   assert before["time/seconds"] < begin < end < after["time/seconds"]
-  names = {"pack": "host", "block": "host", "worker": "host"}
+  names = {"pack": "host", "block": "host", "book": "host"}
   for tid, stage, reason in (
     (1, "training", training),
     (2, "generation", generation),

@@ -135,6 +135,25 @@ def test_seconds_in_no_span_are_the_residual_of_the_worst_stage(clk, now):
   assert got["overhead/generation/eval"] == 0.6
 
 
+def test_seconds_of_the_outer_span_are_the_residual(clk, now):
+  clk.start()
+  with (
+    clk.span("training", "other", "loop"),
+    clk.span("generation", "wait/lag_gate"),
+  ):
+    now.passes(0.5)
+    with clk.span("training", "wait/host", "pack"):
+      now.passes(9)
+    now.passes(0.25)
+    with clk.span("training", "busy"):
+      now.passes(10)
+    now.passes(0.25)
+    got = clk.snapshot()
+  assert got["accounting/residual"] == pytest.approx(0.05)
+  assert got["idle/training"] == got["idle/training/host"] == 0.45
+  assert got["busy/training"] == 0.5
+
+
 def test_a_snapshot_counts_spans_that_are_open(clk, now):
   clk.start()
   with clk.span("training", "busy"):
@@ -365,3 +384,27 @@ def test_compilation_takes_nothing_from_a_program_that_runs(clk, now):
   assert got["busy/training"] == 0.3
   assert got["overhead/training/compile"] == 0.5
   assert got["idle/training/host"] == 0.2
+
+
+def test_what_the_watcher_meets_is_raised_by_the_next_launch(clk, now):
+  clk.start()
+
+  class Broken(Program):
+    def block_until_ready(self) -> None:
+      super().block_until_ready()
+      raise ZeroDivisionError
+
+  broken = Broken()
+  clk.launched("training", "broken", broken)
+  now.passes(1)
+  ends(clk, "training", broken)
+  with pytest.raises(ZeroDivisionError):
+    clk.launched("training", "update", Program())
+  # It watches on, and nothing is left on the devices.
+  now.passes(1)
+  update = Program()
+  clk.launched("training", "update", update)
+  now.passes(1)
+  ends(clk, "training", update)
+  now.passes(1)
+  assert clk.snapshot()["busy/training"] == 0.5

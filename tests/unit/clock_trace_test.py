@@ -78,7 +78,7 @@ def test_calls_have_lanes_beside_each_other_and_the_queue_a_counter(
   first = clk.calls("reward", 2)
   now.passes(1)
   second = clk.calls("reward", 1)
-  clk.count(outstanding=4, ready=1)
+  clk.count(lambda: {"outstanding": 4, "ready": 1})
   first(None)
   now.passes(1)
   second(None)
@@ -90,7 +90,7 @@ def test_calls_have_lanes_beside_each_other_and_the_queue_a_counter(
   made = events(tmp_path)
   calls = [e for e in made if e.get("cat") == "busy"]
   assert [(e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in calls] == [
-    (3001, 1, 1),
+    (3_000_001, 1, 1),
     (3, 0, 2),
     (3, 2, 1),
   ]
@@ -98,6 +98,24 @@ def test_calls_have_lanes_beside_each_other_and_the_queue_a_counter(
   (count,) = [e for e in made if e["ph"] == "C"]
   assert (count["name"], count["ts"]) == ("queue", 1e6)
   assert count["args"] == {"outstanding": 4, "ready": 1}
+
+
+def test_nothing_is_counted_without_a_trace(now):
+  clk = clock.Clock(clocked.STAGES, now)
+  clk.start()
+  clk.count(lambda: pytest.fail("nobody asked"))
+  clk.close()
+
+
+def test_what_no_account_explains_is_other_in_the_trace(tmp_path, now):
+  clk = clock.Clock(clocked.STAGES, now, trace.Trace(tmp_path))
+  clk.start()
+  with clk.span("training", "other", "loop"):
+    now.passes(1)
+    with clk.span("training", "wait/host", "pack"):
+      now.passes(2)
+  clk.close()
+  assert seconds(events(tmp_path)) == {(1, "other"): 1, (1, "wait"): 2}
 
 
 @pytest.mark.parametrize("slots", [True, False])
@@ -111,7 +129,7 @@ def test_rows_have_lanes_on_request(tmp_path, now, slots):
   found = [e for e in events(tmp_path) if e.get("cat") == "note"]
   assert len(found) == slots
   for event in found:
-    assert (event["tid"], event["ts"], event["dur"]) == (2005, 0, 2e6)
+    assert (event["tid"], event["ts"], event["dur"]) == (2_000_005, 0, 2e6)
     assert event["args"]["gen_ai.usage.output_tokens"] == 12
 
 

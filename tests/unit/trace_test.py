@@ -88,11 +88,22 @@ def test_a_full_trace_ends_and_says_so(tmp_path, caplog, monkeypatch):
   assert "full at 4000 bytes" in caplog.text
 
 
-def test_a_file_that_cannot_be_written_ends_the_trace_only(tmp_path, caplog):
+@pytest.mark.parametrize("at", [0.0, 5.0])  # To write anew; to read before.
+def test_a_file_of_no_use_ends_the_trace_only(tmp_path, caplog, at):
   (tmp_path / trace.FILE).mkdir()
   with caplog.at_level(logging.WARNING):
-    written(tmp_path, event(0, 1))
+    written(tmp_path, event(5, 6), at=at)
   assert "the trace ends" in caplog.text
+
+
+def test_lanes_of_many_rows_are_of_one_stage(tmp_path):
+  rows = (1, 999, 1000, 1001, 2000, 999_999)
+  made = [trace.Event("generation", "note", "", 0, 1, row) for row in rows]
+  calls = [trace.Event("rewards", "busy", "", 0, 1, row) for row in rows]
+  written(tmp_path, *made, *calls, event(0, 1))
+  tids = [e["tid"] for e in read(tmp_path) if e["ph"] == "X"]
+  assert len({*tids}) == len(tids) == 2 * len(rows) + 1
+  assert max(tids) < 2**31
 
 
 def test_what_comes_before_the_start_or_after_the_end_is_left_out(tmp_path):

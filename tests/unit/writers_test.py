@@ -4,6 +4,7 @@ import logging
 import math
 import pathlib
 import sys
+import threading
 import types as python_types
 import urllib.request
 
@@ -128,6 +129,42 @@ def test_a_writer_that_fails_is_said_and_counted(tmp_path, wandb, caplog):
   assert "wandb: 2 steps were not written" in caplog.text
 
 
+def test_a_writer_that_cannot_be_opened_is_said_and_counted(
+  tmp_path, wandb, monkeypatch, caplog
+):
+  pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+
+  def refused(**options):
+    raise wandb.Error("no room")
+
+  monkeypatch.setattr(wandb, "init", refused)
+  (tmp_path / "tensorboard").write_text("in the way")
+  with caplog.at_level(logging.WARNING):
+    made = opened(tmp_path, writers=writers.NAMES, prometheus_port=0)
+    for step in (1, 2):
+      made.step(step, LINE)
+    (port,) = made.ports
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}") as answer:
+      assert "jaxrl_post_step 2.0" in answer.read().decode()
+    made.close()
+  assert made.failures == {"tensorboard": 2, "wandb": 2}
+  assert "wandb: could not be opened: no room" in caplog.text
+  assert "tensorboard: could not be opened: " in caplog.text
+  assert "wandb: 2 steps were not written" in caplog.text
+
+
+def test_nothing_stays_open_when_opening_ends_a_run(
+  tmp_path, wandb, monkeypatch
+):
+  def bug(**options):
+    raise ZeroDivisionError
+
+  monkeypatch.setattr(wandb, "init", bug)
+  with pytest.raises(ZeroDivisionError):
+    opened(tmp_path, writers=("wandb",), prometheus_port=0)
+  assert not [t for t in threading.enumerate() if "serve_forever" in t.name]
+
+
 @pytest.mark.parametrize(
   ("module", "options"),
   [
@@ -156,6 +193,15 @@ def test_steps_of_a_capture_are_read():
   for wrong in ("3", "4:3", "0:2", "a:b", "1:2:3", ""):
     with pytest.raises(types.InputError, match="--profile_steps"):
       writers.steps(wrong)
+
+
+def test_a_capture_after_the_run_is_refused():
+  watch = writers.Watch(profile=(4, 9))
+  watch.check(4)
+  with pytest.raises(types.InputError, match="got 4:9. Name steps") as error:
+    watch.check(3)
+  assert "\n" not in str(error.value)
+  writers.Watch().check(0)
 
 
 def test_every_name_is_one_that_prometheus_takes():

@@ -206,6 +206,7 @@ class Stream:
         for event in self._drops():
           self._work.leave(event)
           self._moved()
+          self._clock.count(self._work.queue)
         if self._work.ended:
           logging.warning(
             "data ended: %d groups left over, too few for a batch of %d",
@@ -279,6 +280,7 @@ class Stream:
     fixed = self._cut if self._plan.defers else None
     self.booked = self.ledger if fixed is None else fixed.ledger
     self._moved()
+    self._clock.count(self._work.queue)
     return groups
 
   def _batch(self) -> tuple[int, ...]:
@@ -293,7 +295,7 @@ class Stream:
   def _run(self) -> None:
     assert self._worker is not None
     try:
-      with self._clock.span("generation", "wait/host", "worker"):
+      with self._clock.span("generation", "other", "worker"):
         while not self._closed:
           self._pump()
     except BaseException as error:
@@ -315,9 +317,11 @@ class Stream:
         if self._cut_due and self._work.up_to_date:
           self._make_cut()
         self._admit()
+        self._clock.count(self._work.queue)
         runs = self._may_run()
         if not runs:
-          self._await("generation", self._idles_for, self._has_work)
+          why = functools.partial(self._work.idles_for, self._current)
+          self._await("generation", why, self._has_work)
       if runs:
         self._block()
 
@@ -397,9 +401,6 @@ class Stream:
     if self.ledger is not before:
       self._moved()
 
-  def _idles_for(self) -> str:
-    return self._work.idles_for(self._current)
-
   def _may_run(self) -> bool:
     can = self._current is not None and self._engine.busy
     return can and self._plan.runs(self._facts())
@@ -412,19 +413,20 @@ class Stream:
       begun = time.monotonic()
       with self._clock.span("generation", "sync", "verify"):
         self._verify(policy)
+        with self._changed:
+          self._sync = current.sync_seconds(begun) or self._sync
       self._verified = policy
-      with self._changed:
-        self._sync = current.sync_seconds(begun) or self._sync
     with self._clock.span("generation", self._engine.between, "block"):
       completions = self._engine.step(
         policy.params, policy.version, self._launched
       )
-    self._clock.seats(self._engine.seats)
-    with self._changed:
-      self._note(events.Run())
-      rollouts = self._work.book(completions)
-      self._moved()
-    self._submit(rollouts)
+    with self._clock.span("generation", "wait/host", "book"):
+      self._clock.seats(self._engine.seats)
+      with self._changed:
+        self._note(events.Run())
+        rollouts = self._work.book(completions)
+        self._moved()
+      self._submit(rollouts)
 
   def _submit(self, rollouts: list[types.Rollout]) -> None:
     answered = self._clock.calls("reward", len(rollouts))
@@ -494,6 +496,5 @@ class Stream:
       self._log.write(event)
 
   def _moved(self) -> None:
-    self._clock.count(**self._work.queue())
     self._progress = time.monotonic()
     self._changed.notify_all()

@@ -193,8 +193,9 @@ class Work:
 
   def queue(self) -> dict[str, float]:
     """Returns how many groups are `outstanding`, and `ready` to be trained."""
-    states = [entry.state for entry in self.ledger.outstanding]
-    return {"outstanding": len(states), "ready": states.count("ready")}
+    entries = self.ledger.outstanding
+    ready = sum(entry.state == "ready" for entry in entries)
+    return {"outstanding": len(entries), "ready": ready}
 
   def facts(
     self, current: Published | None, newest: Published | None, engine: Engine

@@ -2,11 +2,11 @@
 
 A stage is always in one state: that of the oldest program which its devices
 have not ended, else the span opened last and not yet closed, else none. Seconds
-in none are nobody's, and show in `accounting/residual`. When a program ends, a
-thread sees that waits for its result: whoever launched it may do other things,
-or sleep, and neither makes a stage look busy. Compilation hides inside spans;
-what JAX reports of it is moved from the span that is open on the thread that
-compiled.
+in none, or in a span of kind "other", are nobody's, and show in
+`accounting/residual`. When a program ends, a thread sees that waits for its
+result: whoever launched it may do other things, or sleep, and neither makes a
+stage look busy. Compilation hides inside spans; what JAX reports of it is moved
+from the span that is open on the thread that compiled.
 """
 
 import collections
@@ -35,6 +35,7 @@ KINDS = (
   "wait/reward_pending",
   "wait/weights_pending",
   "wait/host",
+  "other",  # Around all others: what none of them explains.
 )
 WAITS = tuple(kind for kind in KINDS if kind.startswith("wait/"))
 OVERHEADS = ("sync", "compile", "checkpoint", "eval")
@@ -87,6 +88,7 @@ class _Stage:
     default_factory=queue.SimpleQueue
   )
   watcher: threading.Thread | None = None
+  failure: BaseException | None = None  # Of the watcher.
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -204,9 +206,16 @@ class Clock:
       name: of the program, for the trace.
       result: some of what it returns; of no use to whoever frees it, as it is
         held until then.
+
+    Raises:
+      BaseException: whatever waiting for an earlier program of the stage
+        raised, but for that a result is gone or that the program failed.
     """
     made, program = self._stages[stage], _State(stage, "busy", name)
     with self._lock:
+      failure, made.failure = made.failure, None
+      if failure is not None:
+        raise failure
       self._charge()
       made.programs.append(program)
       if made.watcher is None:
@@ -283,11 +292,18 @@ class Clock:
       seconds = (begin, self._now())
       self.note("generation", f"rollout {uid}", seconds, row + 1, args)
 
-  def count(self, **values: float) -> None:
-    """Puts the lengths of the queue into the trace, as they are now."""
+  def count(self, values: Callable[[], Mapping[str, float]]) -> None:
+    """Puts the lengths of the queue, as they are now, into a trace, if any.
+
+    Args:
+      values: counts them, by name; only called for a trace.
+    """
+    if self._trace is None:
+      return
+    made = values()
     with self._lock:
       if self._trace is not None:
-        self._trace.count("queue", self._at(self._now()), values)
+        self._trace.count("queue", self._at(self._now()), made)
 
   def at_step(self, step: int) -> None:
     """Marks what comes in the trace as of a step of training."""
@@ -302,7 +318,8 @@ class Clock:
       `idle/<stage>/<reason>`, `busy/<stage>` and
       `overhead/<stage>/{sync,compile,checkpoint,eval}`;
       `accounting/residual`, the largest fraction of a stage that was in no
-      span; `compile/{count,from_cache,seconds}`, cumulative.
+      span or in one of kind "other"; `compile/{count,from_cache,seconds}`,
+      cumulative.
     """
     past = self.totals()
     wall, totals = past["T"], past["stages"]
@@ -323,7 +340,8 @@ class Clock:
       for kind in OVERHEADS:
         metrics[f"overhead/{stage}/{kind}"] = part[kind]
       if wall > 0:
-        residual = max(residual, 1.0 - sum(part.values()))
+        explained = sum(part[kind] for kind in KINDS if kind != "other")
+        residual = max(residual, 1.0 - explained)
     metrics["accounting/residual"] = residual
     return metrics
 
@@ -347,14 +365,19 @@ class Clock:
     """Waits for the programs of a stage, one after the other."""
     while (item := stage.launched.get()) is not None:
       program, result = item
-      # A result that is gone was given to a later program, which comes next; of
-      # one that failed, whoever reads it hears.
-      with contextlib.suppress(RuntimeError):
-        jax.block_until_ready(result)
+      failure = None
+      try:
+        # A result that is gone was given to a later program, which comes next;
+        # of one that failed, whoever reads it hears.
+        with contextlib.suppress(RuntimeError):
+          jax.block_until_ready(result)
+      except BaseException as error:  # For the next launch to raise.
+        failure = error
       del item, result  # Nothing is kept alive by looking at it.
       with self._lock:
         self._charge()
         stage.programs.remove(program)
+        stage.failure = failure or stage.failure
 
   def _charge(self) -> None:
     """Charges each stage's time up to now to the state that it is in."""

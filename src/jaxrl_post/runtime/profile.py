@@ -1,5 +1,6 @@
 """A capture of `jax.profiler` over some steps of a run."""
 
+import logging
 import os
 import pathlib
 import time
@@ -9,6 +10,8 @@ import jax
 from jaxrl_post.runtime import clock as clocks
 
 FOLDER = "profile"
+
+_log = logging.getLogger(__name__)
 
 
 class Profile:
@@ -48,11 +51,21 @@ class Profile:
       self.close()
 
   def close(self) -> None:
-    """Ends a capture that goes on, and links it from the trace."""
-    if self._begun is None:
-      return
-    seconds, steps = (self._begun, time.monotonic()), self._steps
+    """Ends a capture that goes on, and links it from the trace.
+
+    If there was to be one and never was, it says so.
+    """
+    begun, steps = self._begun, self._steps
     self._begun = self._steps = None
+    if begun is None:
+      if steps is not None:
+        _log.warning(
+          "--profile_steps=%d:%d: nothing was captured, as this process began "
+          "none of these steps",
+          *steps,
+        )
+      return
+    seconds = begun, time.monotonic()
     with self._clock.span("training", "wait/host", "profile"):
       jax.profiler.stop_trace()
     made = sorted((self._folder / FOLDER).glob("plugins/profile/*"))

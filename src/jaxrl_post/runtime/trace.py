@@ -21,8 +21,10 @@ from jaxrl_post.runtime import folder as folder_lib
 FILE = "trace.json"
 # About a million and a half events; what comes later is left out.
 MAX_BYTES = 256 * 2**20
-# Numbers of the lanes, by what they show; lane i beside one is 1000 n + i.
+# Numbers of the lanes, by what they show; lane i beside one is _STRIDE n + i,
+# with room for the rows of any engine.
 _LANES = {"training": 1, "generation": 2, "rewards": 3, "profile": 4}
+_STRIDE = 10**6
 _BESIDE = {"generation": "slot", "rewards": "rewards"}
 _FLUSH_S = 1.0
 _TIMES = re.compile(r'"ts":([\d.]+)(?:,"dur":([\d.]+))?')
@@ -58,8 +60,8 @@ class Event(NamedTuple):
 class Trace:
   """Appends events to a file; whoever calls holds a lock.
 
-  A file that cannot be written to ends the trace, with a warning, and not the
-  run.
+  A file that cannot be read or written ends the trace, with a warning, and not
+  the run.
 
   Attributes:
     step: that training is at; in every event.
@@ -92,10 +94,10 @@ class Trace:
     of the clock that goes on.
     """
     kept = ""
-    if self._path.exists() and seconds > 0:
-      with self._path.open(encoding="utf-8", errors="replace") as file:
-        kept = "".join(_before(line, seconds * 1e6) for line in file)
     try:
+      if seconds > 0 and self._path.exists():
+        with self._path.open(encoding="utf-8", errors="replace") as file:
+          kept = "".join(_before(line, seconds * 1e6) for line in file)
       folder_lib.write(self._path, kept or "[\n")
       self._file = self._path.open("a", encoding="utf-8")
     except OSError as error:
@@ -144,13 +146,13 @@ class Trace:
   def _lane(self, lane: str, beside: int) -> int:
     """Returns the number of a lane, which has its name from then on."""
     number = _LANES[lane]
-    tid = number * 1000 + beside if beside else number
+    tid = number * _STRIDE + beside if beside else number
     if tid not in self._named:
       self._named.add(tid)
       name = f"{_BESIDE[lane]} {beside}" if beside else lane
       meta = {"ph": "M", "pid": 1, "tid": tid}
       self._write({"name": "thread_name", **meta, "args": {"name": name}})
-      order = {"sort_index": number * 1000 + beside}
+      order = {"sort_index": number * _STRIDE + beside}
       self._write({"name": "thread_sort_index", **meta, "args": order})
     return tid
 

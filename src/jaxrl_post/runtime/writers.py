@@ -5,6 +5,7 @@ run does not die for a dashboard: one that fails is warned of once, and how
 many lines it missed is said at the end.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import logging
@@ -62,6 +63,22 @@ class Watch:
     if self.prometheus_port is not None:
       _modules("prometheus", "--prometheus_port")
 
+  def check(self, num_steps: int) -> None:
+    """Refuses what a run cannot give.
+
+    Args:
+      num_steps: of the whole run.
+
+    Raises:
+      InputError: the capture begins after its last step.
+    """
+    if self.profile is not None and self.profile[0] > num_steps:
+      first, last = self.profile
+      raise types.InputError(
+        f"--profile_steps: expected a first step within num_steps={num_steps}, "
+        f"got {first}:{last}. Name steps of the run."
+      )
+
 
 def steps(text: str) -> tuple[int, int]:
   """Reads N:M, the first and the last step of a capture.
@@ -87,6 +104,10 @@ class Writer(Protocol):
   """
 
   errors: tuple[type[BaseException], ...]
+
+  def open(self) -> None:
+    """Begins; called once, before all else."""
+    ...
 
   def step(self, step: int, values: Mapping[str, float]) -> None:
     """Takes the finite numbers of one step."""
@@ -125,18 +146,34 @@ class Writers:
     self.ports: tuple[int, ...] = ()
     self._writers: dict[str, Writer] = {}
     path = pathlib.Path(folder)
+    made: dict[str, Writer] = {}
+    prometheus = None
     if watch.prometheus_port is not None:
       prometheus = _Prometheus(watch.prometheus_port, path.name)
-      self.ports = (prometheus.port,)
-      self._writers["prometheus"] = prometheus
+      made["prometheus"] = prometheus
     if "tensorboard" in watch.writers:
-      self._writers["tensorboard"] = _TensorBoard(path)
+      made["tensorboard"] = _TensorBoard(path)
     if "wandb" in watch.writers:
-      self._writers["wandb"] = _WandB(path, settings)
+      made["wandb"] = _WandB(path, settings)
+    with contextlib.ExitStack() as stack:
+      for name, writer in made.items():
+        try:
+          writer.open()
+        except writer.errors as error:
+          _log.warning("%s: could not be opened: %s", name, error)
+          self.failures[name] = 0
+        else:
+          stack.callback(writer.close)
+          self._writers[name] = writer
+      stack.pop_all()  # All are open, and `close` is for them.
+    if prometheus is not None:
+      self.ports = (prometheus.port,)
 
   def step(self, step: int, values: Mapping[str, float]) -> None:
     """Hands a line of metrics on; numbers that are not finite are left out."""
     finite = {k: float(v) for k, v in values.items() if math.isfinite(v)}
+    for name in self.failures.keys() - self._writers.keys():
+      self.failures[name] += 1  # It was never open.
     for name, writer in self._writers.items():
       try:
         writer.step(step, finite)
@@ -160,10 +197,15 @@ class _TensorBoard:
   """Event files in `tensorboard/`, by the package tensorboard alone."""
 
   def __init__(self, folder: pathlib.Path) -> None:
-    writer, self._events, self._summaries = _modules("tensorboard", "writers")
+    self._package, self._events, self._summaries = _modules(
+      "tensorboard", "writers"
+    )
     self.errors: tuple[type[BaseException], ...] = (OSError,)
-    self._file = writer.EventFileWriter(str(folder / "tensorboard"))
+    self._folder = folder / "tensorboard"
     self._begun = False
+
+  def open(self) -> None:
+    self._file = self._package.EventFileWriter(str(self._folder))
 
   def step(self, step: int, values: Mapping[str, float]) -> None:
     now = time.time()
@@ -191,14 +233,17 @@ class _WandB:
   """A run of W&B in `wandb/`, offline: `wandb sync` uploads it."""
 
   def __init__(self, folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
-    (wandb,) = _modules("wandb", "writers")
-    self.errors: tuple[type[BaseException], ...] = (OSError, wandb.Error)
-    self._run = wandb.init(
+    (self._wandb,) = _modules("wandb", "writers")
+    self.errors: tuple[type[BaseException], ...] = (OSError, self._wandb.Error)
+    self._folder, self._settings = folder, settings
+
+  def open(self) -> None:
+    self._run = self._wandb.init(
       mode="offline",
       project="jaxrl_post",
-      name=folder.name,
-      dir=str(folder),
-      config=dict(settings),
+      name=self._folder.name,
+      dir=str(self._folder),
+      config=dict(self._settings),
     )
 
   def step(self, step: int, values: Mapping[str, float]) -> None:
@@ -212,22 +257,24 @@ class _Prometheus:
   """Answers on this machine only, with the numbers of the last step."""
 
   def __init__(self, port: int, name: str) -> None:
-    client, self._core = _modules("prometheus", "--prometheus_port")
+    self._client, self._core = _modules("prometheus", "--prometheus_port")
     self.errors: tuple[type[BaseException], ...] = ()
-    self._name = name
+    self.port, self._name = port, name
     self._values: Mapping[str, float] = {}
-    registry = client.CollectorRegistry()
+
+  def open(self) -> None:
+    registry = self._client.CollectorRegistry()
     registry.register(self)
     try:
-      self._server, self._thread = client.start_http_server(
-        port, addr=_HOST, registry=registry
+      self._server, self._thread = self._client.start_http_server(
+        self.port, addr=_HOST, registry=registry
       )
     except OSError as error:
       raise types.InputError(
-        f"--prometheus_port: expected a free port, got {port} ({error}). Name "
-        "another, or 0 for any."
+        f"--prometheus_port: expected a free port, got {self.port} ({error}). "
+        "Name another, or 0 for any."
       ) from error
-    self.port: int = self._server.server_port
+    self.port = int(self._server.server_port)
 
   def collect(self) -> list[Any]:
     """Returns the metrics, as the client asks for them."""
