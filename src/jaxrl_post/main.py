@@ -4,6 +4,7 @@ Exit codes: 0 finished, 1 the run failed, 2 the user's input was wrong.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -19,7 +20,7 @@ from absl import app, flags, logging
 
 from jaxrl_post import collect, config, loop, prepare, roles, serve, types
 from jaxrl_post.planning import plan as planning
-from jaxrl_post.planning import simulate, table
+from jaxrl_post.planning import table
 from jaxrl_post.runtime import (
   compare,
   folder,
@@ -314,13 +315,11 @@ def _run_in(
     return _rollout(hosts, cfg, parts)
   if _MODE.value == "serve":
     return _serve(hosts, cfg, parts)
-  expected = _expected(hosts, cfg)
+  watch = dataclasses.replace(watch, planned_s=_planned_s(hosts, cfg))
   with contextlib.ExitStack() as stack:
     path = hosts.share(lambda: _open(cfg, stack))
     prepare.check_follow(cfg, path)
     _say(hosts, f"run folder: {path}")
-    if expected is not None and hosts.is_head:
-      planning.note(path, expected)
     state = loop.run(cfg, parts, path, hosts, watch=watch)
     if hosts.stopping and int(state.step) < cfg.num_steps:
       _say(hosts, f"stopped by {hosts.stopping}; the same command continues")
@@ -330,17 +329,15 @@ def _run_in(
   return 0
 
 
-def _expected(
-  hosts: hosts_lib.Hosts, cfg: config.Run
-) -> simulate.Outcome | None:
-  """Says what --plan expects of the run."""
+def _planned_s(hosts: hosts_lib.Hosts, cfg: config.Run) -> float | None:
+  """Says what --plan expects of the run; returns the seconds of a step."""
   if _PLAN.value is None:
     return None
   tree, count = config.to_json(cfg), jax.device_count()
   expected = planning.predict(_PLAN.value, tree, count)
   rate = expected.consumed_per_device_hour
   _say(hosts, f"planned: {rate:.0f} rollouts consumed per device-hour")
-  return expected
+  return expected.step_s
 
 
 def _check_same(

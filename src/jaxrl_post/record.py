@@ -1,7 +1,6 @@
 """Puts the numbers of a step together and shows them."""
 
 import contextlib
-import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -23,9 +22,6 @@ from jaxrl_post.runtime import (
   progress,
   writers,
 )
-
-# In a run folder: what the run is expected to give, if it was planned.
-PLAN_FILE = "plan.json"
 
 
 class Recorder:
@@ -55,13 +51,13 @@ class Recorder:
       devices: how many are `held`, and how many either stage has.
       sync_bytes: bytes that one publish has to move.
       about: where the groups of a dump are from.
-      watch: who else gets the numbers, and what is captured.
+      watch: who else gets the numbers, and what is captured or planned.
     """
     self._cfg, self._clock = cfg, clock
     self._devices, self._sync_bytes = devices, sync_bytes
     self._dump, self._about = folder / dump.FOLDER, about
     self._dumps = cfg.debug is not None and cfg.debug.dump
-    self._expected = expected(folder)
+    self._planned_s = watch.planned_s
     self._progress = progress.Progress(cfg.num_steps)
     self._profile = profile.Profile(folder, watch.profile, clock)
     with contextlib.ExitStack() as stack:
@@ -233,15 +229,15 @@ class Recorder:
       )
 
   def _error(self, step: int, seconds: float) -> dict[str, float]:
-    """Compares what was expected with what there is, of throughput."""
-    if self._expected is None:
+    """Compares what was planned with what there is, of throughput."""
+    if self._planned_s is None:
       return {}
     if step - self._first == history.FIRST_STEPS:
       self._warm = step, seconds
     if self._warm is None or step == self._warm[0]:
       return {"plan/error": math.nan}
     measured = (seconds - self._warm[1]) / (step - self._warm[0])
-    return {"plan/error": measured / self._expected - 1}
+    return {"plan/error": measured / self._planned_s - 1}
 
   def _check_skipped(self, step: int, line: Mapping[str, float]) -> None:
     bad = line["loss/bad_updates"] > 0
@@ -263,36 +259,6 @@ class Recorder:
         f"(optim.max_skipped={most}). The newest checkpoint is of good "
         "weights. Lower the learning rate, in a new folder."
       )
-
-
-def expected(folder: pathlib.Path) -> float | None:
-  """Returns the seconds that a step of a run was planned to take.
-
-  Args:
-    folder: of the run.
-
-  Returns:
-    None if nothing was planned.
-
-  Raises:
-    InputError: `PLAN_FILE` is damaged.
-  """
-  path = folder / PLAN_FILE
-  if not path.exists():
-    return None
-  try:
-    value = float(json.loads(path.read_text(encoding="utf-8"))["step_s"])
-  except (OSError, ValueError, KeyError, TypeError) as error:
-    raise types.InputError(
-      f"{path}: expected step_s, in seconds, got {error!r}. Delete the file, "
-      "or start with --plan again."
-    ) from error
-  if not 0 < value < math.inf:
-    raise types.InputError(
-      f"{path}: expected step_s above 0 seconds, got {value}. Delete the file, "
-      "or start with --plan again."
-    )
-  return value
 
 
 class Silent:

@@ -281,9 +281,7 @@ def setting(tree: Mapping[str, Any], devices: int) -> Setting:
     ) from error
 
 
-def _axes(
-  axes: mesh.TrainingAxes | mesh.GenerationAxes, *but: str
-) -> int:
+def _axes(axes: mesh.TrainingAxes | mesh.GenerationAxes, *but: str) -> int:
   """Returns the product of the written axes but for those named."""
   sizes = dataclasses.asdict(axes).items()
   return math.prod(n for name, n in sizes if n > 0 and name not in but)

@@ -2,16 +2,14 @@
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl_post import record, types
+from jaxrl_post import types
 from jaxrl_post.planning import costs as costs_lib
 from jaxrl_post.planning import measure, simulate
-from jaxrl_post.runtime import folder
 
 # A setting as good as the fastest one, and a staleness no worse than another.
 _NEAR, _SAME = 0.95, 0.02
@@ -197,18 +195,6 @@ def predict(file: str, tree: Mapping[str, Any], count: int) -> simulate.Outcome:
   """
   _, costs = costs_lib.read(file)
   return simulate.simulate(costs_lib.setting(tree, count), costs)
-
-
-def note(path: pathlib.Path, expected: simulate.Outcome) -> None:
-  """Leaves in a run folder what the run is expected to give.
-
-  Args:
-    path: the folder; `record` reads the file there.
-    expected: from `predict`.
-  """
-  rate = expected.consumed_per_device_hour
-  tree = {"step_s": expected.step_s, "consumed_per_device_hour": rate}
-  folder.write(path / record.PLAN_FILE, json.dumps(tree) + "\n")
 
 
 def flags(setting: costs_lib.Setting, base: costs_lib.Setting) -> list[str]:

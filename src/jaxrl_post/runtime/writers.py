@@ -45,12 +45,14 @@ class Watch:
       any free port, None answers nobody.
     profile: first and last step that `jax.profiler` captures; None for none.
     slots: whether the trace has a lane for each row of the engine.
+    planned_s: seconds that a step was planned to take; None without a plan.
   """
 
   writers: tuple[str, ...] = ()
   prometheus_port: int | None = None
   profile: tuple[int, int] | None = None
   slots: bool = False
+  planned_s: float | None = None
 
   def __post_init__(self) -> None:
     for name in self.writers:
