@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.runtime import diagnose, draw, history, page, report, samples
+from jaxrl_post.planning import plan
+from jaxrl_post.runtime import (
+  compare,
+  diagnose,
+  draw,
+  history,
+  page,
+  report,
+  samples,
+)
 from tests.unit import report_runs
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -155,6 +164,16 @@ def test_a_folder_without_a_run_is_one_line(tmp_path, file, content, words):
     report.report([run])
   assert words in str(error.value) and "\n" not in str(error.value)
   assert not (run / "report.html").exists()
+
+
+def test_all_that_read_runs_refuse_what_is_none_alike(tmp_path):
+  said = set()
+  for read in (report.report, compare.text, plan.text):
+    with pytest.raises(types.InputError) as error:
+      read([tmp_path, tmp_path])
+    said.add(str(error.value))
+  (line,) = said
+  assert line.startswith(f"{tmp_path}: expected the folder of a run, got one")
 
 
 def test_a_short_run_has_a_page_too(tmp_path):

@@ -11,7 +11,6 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -97,7 +96,9 @@ def read(path: pathlib.Path) -> Measured:
       f"{len(rows)} (docs/metrics.md says which). Let the run train more steps."
     )
 
-  def mean(name: str, *, total: bool = False, scale: Any = 1.0) -> float:
+  def mean(
+    name: str, *, total: bool = False, scale: np.ndarray | float = 1.0
+  ) -> float:
     values = history.column(rows, name) * scale
     found = (history.added(values) if total else values)[ok].mean()
     if math.isnan(found):
