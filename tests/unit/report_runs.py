@@ -59,7 +59,7 @@ def config(**changes: Any) -> dict[str, Any]:
   tree: dict[str, Any] = {
     "max_lag": 0,
     "groups_per_step": 8,
-    "model": {"remat": False, "path": "some/model"},
+    "model": {"remat": "none", "path": "some/model"},
     "optim": {"microbatches": 4},
     "placement": {
       "mode": "split",

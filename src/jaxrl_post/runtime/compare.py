@@ -136,7 +136,8 @@ def verdict(a: history.Run, b: history.Run) -> Verdict:
   lags = [found["mean lag, versions"].value for found in (ours, theirs)]
   limit = max(LAG_TOLERATED, LAG_GROWTH * float(np.nan_to_num(lags[0])))
   stale = lags[1] > limit
-  rise = speeds[1].value / speeds[0].value - 1.0
+  before, after = (found.value for found in speeds)
+  rise = after / before - 1.0 if before > 0 else math.nan
   reasons = (
     f"throughput: {pace}, {_span(rise, speed, '+.1%')}; margin "
     f"{RATE_MARGIN:.0%}",

@@ -198,7 +198,10 @@ def _compared(
     why = "needs an earlier run: --mode=report RUN EARLIER"
   elif before is None:
     why = "needs an earlier run with more steps"
-  elif history.leaf(earlier[1], "model") != history.leaf(config, "model"):
+  elif any(
+    history.leaf(earlier[1], name) != history.leaf(config, name)
+    for name in ("model.path", "model.config")
+  ):
     why = "needs an earlier run of the same model"
   elif not (window.devices and before.devices):
     why = "needs devices/* in metrics.jsonl of both runs"

@@ -98,8 +98,9 @@ def kernels(window: windows.Window, config: Mapping[str, Any]) -> Lever:
     left = max(left, window.work_s(other))
   parts = history.leaf(config, "optim.microbatches", 1)
   flags = ""
-  if stage == "training" and history.leaf(config, "model.remat") is True:
-    flags = "--set model.remat=false"
+  remat = history.leaf(config, "model.remat", "none")
+  if stage == "training" and remat != "none":
+    flags = "--set model.remat=none"
   elif stage == "training" and parts > 1:
     flags = f"--set optim.microbatches={parts // 2}"
   bench = "update" if stage == "training" else "rollout"
