@@ -169,8 +169,7 @@ class Tools:
       ("run", self.run, "settings"),
       ("reference", self.frozen.digest, "weights of its reference"),
     ):
-      # Checkpoints of before there were references have no word of them.
-      if saved is not None and meta.get(name, "") != value:
+      if saved is not None and meta.get(name) != value:
         raise types.InputError(
           "--workdir: expected checkpoints of this run, got one of step "
           f"{step} of another, with other {what}. Restore the right ones."
