@@ -220,7 +220,7 @@ def _check_reference(run: Run) -> None:
         or (used and not (adapters and reference is None)),
         "placement.park",
         "reference only where there are weights of one, besides the policy's",
-        "it",
+        "it where there are none",
       ),
     )
   )

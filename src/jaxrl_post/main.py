@@ -225,6 +225,7 @@ def _run(stopper: signals.Stopper, watch: writers.Watch) -> int:
     )
   cfg = config.load(_EXP.value, pathlib.Path("experiments"))
   cfg = config.override(cfg, _SET.value)
+  watch.check(cfg.num_steps)
   launch = _launch()
   if _MODE.value in ("train", "dry_run"):
     prepare.check_schedule(cfg)

@@ -164,3 +164,14 @@ def test_a_span_with_its_event_costs_less_than_50_microseconds(tmp_path):
   )
   assert float(done.stdout) < 50e-6
   assert len(events(tmp_path)) > 3000
+
+
+def test_calls_of_what_a_checkpoint_left_begin_where_it_ends(tmp_path, now):
+  clk = clock.Clock(clocked.STAGES, now, trace.Trace(tmp_path))
+  done = clk.calls("reward", 1)  # Sent before T goes on.
+  clk.start({"T": 7.0, "stages": {}})
+  now.passes(1)
+  done(None)
+  clk.close()
+  (call,) = [e for e in events(tmp_path) if e.get("name") == "reward"]
+  assert (call["ts"], call["dur"]) == (7e6, 1e6)

@@ -209,6 +209,14 @@ def test_runs_without_rewards_are_judged_by_their_speed():
   assert compare.verdict(a, b).name == "worked"
 
 
+def test_what_is_not_known_is_not_judged():
+  short, long = run(lines(1, 2)), run(lines(2, 60))
+  found = compare.verdict(short, long)
+  assert found.name == "undecided"
+  assert not any("nan" in reason for reason in found.reasons)
+  assert "mean lag: not known" in found.reasons
+
+
 def test_two_runs_of_one_setting_are_hardly_ever_told_apart():
   told = []
   for seed in range(200):

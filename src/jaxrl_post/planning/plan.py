@@ -56,7 +56,7 @@ def text(
     InputError: something of it cannot be read, used or written.
   """
   runs: list[measure.Measured] = []
-  if len(paths) == 1 and paths[0].is_file():
+  if len(paths) == 1 and (paths[0].suffix == ".json" or paths[0].is_file()):
     base, costs = costs_lib.read(paths[0])
   else:
     runs = [measure.read(path) for path in paths]

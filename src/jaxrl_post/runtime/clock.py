@@ -236,7 +236,8 @@ class Clock:
       What is to be called at the end of each of them, from any thread.
     """
     with self._lock:
-      begin, left = self._at(self._now()), count
+      # Read as T at the end: what a checkpoint left is sent before T goes on.
+      since, left = self._now(), count
       lane = next(
         i for i in range(len(self._calls) + 1) if i not in self._calls
       )
@@ -249,7 +250,7 @@ class Clock:
         left -= 1
         if not left:
           self._calls.discard(lane)
-          end = self._at(self._now())
+          begin, end = self._at(since), self._at(self._now())
           args = {"calls": count}
           self._write(
             traces.Event("rewards", "busy", name, begin, end, lane, args)

@@ -138,13 +138,17 @@ def verdict(a: history.Run, b: history.Run) -> Verdict:
   stale = lags[1] > limit
   before, after = (found.value for found in speeds)
   rise = after / before - 1.0 if before > 0 else math.nan
+  lag = f"{lags[1]:.2f} after {lags[0]:.2f}"
+  place = "out of" if stale else "within"
+  known = not any(map(math.isnan, lags))
   reasons = (
     f"throughput: {pace}, {_span(rise, speed, '+.1%')}; margin "
     f"{RATE_MARGIN:.0%}",
     f"reward at equal rollouts: {score}, "
     f"{_span(change.value, change.interval, '+.3f')}; margin {margin:.3f}",
-    f"mean lag: {'out of' if stale else 'within'} tolerance, {lags[1]:.2f} "
-    f"after {lags[0]:.2f}; limit {limit:.1f}",
+    f"mean lag: {place} tolerance, {lag}; limit {limit:.1f}"
+    if known
+    else "mean lag: not known",
   )
   few = min(int(history.counted(run.rows).sum()) for run in (a, b))
   if few < steps.LEAST_STEPS:
@@ -154,6 +158,8 @@ def verdict(a: history.Run, b: history.Run) -> Verdict:
 
 
 def _span(value: float, interval: tuple[float, float], form: str) -> str:
+  if math.isnan(value):
+    return "not known"
   if any(math.isnan(end) for end in interval):
     return f"{value:{form}} without an interval"
   return f"{value:{form}} ({interval[0]:{form}} to {interval[1]:{form}})"

@@ -79,6 +79,10 @@ def read(folder: str | os.PathLike[str]) -> Run:
 
 
 def _text(path: pathlib.Path, name: str) -> str:
+  if not path.is_dir():
+    raise types.InputError(
+      f"{path}: expected the folder of a run, got none. Correct the name."
+    )
   try:
     return (path / name).read_text(encoding="utf-8", errors="replace")
   except OSError as error:
