@@ -44,6 +44,7 @@ DEADLINES = {
   "cache": 30,
   "chaos": 180,
   "overlap": 60,
+  "plan": 60,
   "publish": 60,
   "rollout": 180,
   "saving": 60,

@@ -19,9 +19,8 @@ PAUSE_S = 0.3
 STAGES = {1: "training", 2: "generation"}
 # A step of the demo, `experiments/tiny.py`, on two cores.
 STEP_S = 0.14
-# What a span with its event may take, twice of what it does there, and a number
-# of the queue; tests/unit/clock_test.py holds it to what any machine can do.
-SPAN_S, COUNT_S = 20e-6, 10e-6
+# What a span takes with its event, without the checks that tests run under.
+SPAN_S = 10e-6
 TRUSTED = 0.01
 
 SPLIT = (
@@ -88,10 +87,12 @@ def test_each_second_is_in_an_account_and_in_the_trace(tmp_path, settings):
   assert max(values["ready"] for values in queue) >= 4
   steps = {e["args"]["step"] for e in found if e["name"] == "update"}
   assert steps == {1, 2, 3, 4}
-  # All of it costs less than 1 % of a step.
-  seconds = {"X": SPAN_S, "C": COUNT_S}
-  cost = sum(seconds.get(e["ph"], 0.0) for e in found) / 4
-  assert cost < 0.01 * STEP_S
+  # All of it costs less than 1 % of a step, of which there is one in between.
+  spans = [e["ts"] for e in found if e.get("args", {}).get("step") == 3]
+  counts = [
+    e for e in found if e["ph"] == "C" and min(spans) <= e["ts"] <= max(spans)
+  ]
+  assert (len(spans) + len(counts)) * SPAN_S < 0.01 * STEP_S
 
 
 def test_a_continued_run_has_one_trace_with_captures_and_rows(
@@ -114,8 +115,10 @@ def test_a_continued_run_has_one_trace_with_captures_and_rows(
   found = events(tmp_path)
   updates = [e for e in found if e["name"] == "update"]
   assert {e["args"]["step"] for e in updates} == {1, 2, 3, 4}
-  earlier = [e for e in before if e["name"] == "update"]
-  assert earlier == updates[: len(earlier)] != updates
+  # What was under way at the checkpoint's T ends there, so not their ends.
+  earlier = [e["ts"] for e in before if e["name"] == "update"]
+  begun = [e["ts"] for e in updates]
+  assert earlier == begun[: len(earlier)] != begun
   (link,) = [e for e in found if e["name"] == "jax.profiler"]
   assert link["args"]["steps"] == [2, 2]
   assert list((tmp_path / link["args"]["folder"]).glob("*.xplane.pb"))

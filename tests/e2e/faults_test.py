@@ -109,8 +109,8 @@ def poisoned(monkeypatch, *steps: int) -> None:
   def poisoning(*args, **options):
     made = build(*args, **options)
 
-    def score(state, batch):
-      batch = made.score(state, batch)
+    def score(state, batch, reference=None):
+      batch = made.score(state, batch, reference)
       if next(count) not in steps:
         return batch
       return dataclasses.replace(batch, advantages=batch.advantages * jnp.nan)

@@ -56,11 +56,16 @@ _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _State:
-  """A span, or a program."""
+  """A span, or a program, whose end may be seen in a later step than its own.
+
+  Attributes:
+    step: of training, in which a program was launched; None for a span.
+  """
 
   stage: str
   kind: str
   name: str
+  step: int | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -211,7 +216,8 @@ class Clock:
       BaseException: whatever waiting for an earlier program of the stage
         raised, but for that a result is gone or that the program failed.
     """
-    made, program = self._stages[stage], _State(stage, "busy", name)
+    step = None if self._trace is None else self._trace.step
+    made, program = self._stages[stage], _State(stage, "busy", name, step)
     with self._lock:
       failure, made.failure = made.failure, None
       if failure is not None:
@@ -412,7 +418,10 @@ class Clock:
     for part in parts:
       kind = part.kind.partition("/")[0]
       name = was.name if part.kind == was.kind else part.kind
-      self._write(traces.Event(was.stage, kind, name, part.begin, part.end))
+      args = None if was.step is None else {"step": was.step}
+      self._write(
+        traces.Event(was.stage, kind, name, part.begin, part.end, args=args)
+      )
 
   def _write(self, event: traces.Event) -> None:
     if self._trace is not None:
