@@ -56,16 +56,12 @@ _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _State:
-  """A span, or a program, whose end may be seen in a later step than its own.
-
-  Attributes:
-    step: of training, in which a program was launched; None for a span.
-  """
+  """A span, or a program."""
 
   stage: str
   kind: str
   name: str
-  step: int | None = None
+  step: int | None = None  # of its launch: its end may be seen in the next one
 
 
 @dataclasses.dataclass(slots=True)
