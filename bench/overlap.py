@@ -202,6 +202,27 @@ def _child(args: Sequence[str], cache: str) -> str:
   return end.stdout
 
 
+def run(
+  path: pathlib.Path, settings: Sequence[str], steps: int, folder: pathlib.Path
+) -> pathlib.Path:
+  """Runs the program once.
+
+  Args:
+    path: of the run.
+    settings: each as `--set` takes it.
+    steps: of the run.
+    folder: keeps what is compiled, for other runs.
+
+  Returns:
+    The path.
+  """
+  chosen = [*settings, f"num_steps={steps}", "checkpoint.every=0"]
+  args = [f"--exp={__file__}", f"--workdir={path}"]
+  args += [f"--set={setting}" for setting in chosen]
+  _child(["-m", "jaxrl_post.main", *args], str(folder / "compiled"))
+  return path
+
+
 def whole(
   settings: Sequence[str], steps: int, skipped: int, folder: pathlib.Path
 ) -> float:
@@ -210,12 +231,10 @@ def whole(
   Returns:
     Seconds of a step in the steady state.
   """
-  with tempfile.TemporaryDirectory(dir=folder) as run:
-    chosen = [*settings, f"num_steps={steps}", "checkpoint.every=0"]
-    args = [f"--exp={__file__}", f"--workdir={run}/run"]
-    args += [f"--set={setting}" for setting in chosen]
-    _child(["-m", "jaxrl_post.main", *args], str(folder / "compiled"))
-    rows = summary.read(pathlib.Path(run) / "run")
+  with tempfile.TemporaryDirectory(dir=folder) as name:
+    rows = summary.read(
+      run(pathlib.Path(name) / "run", settings, steps, folder)
+    )
   ends = [row["time/seconds"] or 0.0 for row in rows]
   return (ends[-1] - ends[skipped - 1]) / (steps - skipped)
 

@@ -29,11 +29,8 @@ _KERNEL = 'custom_call_target="tpu_custom_call"'
 
 @pytest.fixture(autouse=True)
 def _nothing_cached():
-  """What was compiled without a chip cannot be read back from a cache."""
-  before = jax.config.jax_enable_compilation_cache  # type: ignore
-  jax.config.update("jax_enable_compilation_cache", False)
-  yield
-  jax.config.update("jax_enable_compilation_cache", before)
+  with topology_test.uncached():
+    yield
 
 
 def _on(devices, backend):

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_post import types
@@ -23,6 +22,7 @@ from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import attention, page_kernel
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import pages as paging
+from tests.unit import topology_test
 
 # Checks each access: bounds, races, and memory that nothing was written to.
 _CHECKED = pltpu.InterpretParams(
@@ -189,14 +189,6 @@ def test_a_page_that_does_not_fit_is_refused_with_one_that_does() -> None:
 
 # ---------------------------------------------------------- ahead of a chip
 
-# Or the library asks the machine's metadata server which TPU it has.
-_QUIET = {
-  "TPU_SKIP_MDS_QUERY": "1",
-  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-  "TPU_ACCELERATOR_TYPE": "v5litepod-1",
-  "TPU_WORKER_HOSTNAMES": "localhost",
-  "TPU_LOG_DIR": "disabled",
-}
 _COPIES = re.compile(
   r"= (\(?\w+\[[\d,]*\])\S* (copy|copy-start|transpose|slice-start|all-gather"
   r"|all-gather-start|all-to-all|collective-permute)\("
@@ -206,21 +198,8 @@ _KERNEL = 'custom_call_target="tpu_custom_call"'
 
 @pytest.fixture(autouse=True)
 def _nothing_cached():
-  """What was compiled without a chip cannot be read back from a cache."""
-  before = jax.config.jax_enable_compilation_cache  # type: ignore
-  jax.config.update("jax_enable_compilation_cache", False)
-  yield
-  jax.config.update("jax_enable_compilation_cache", before)
-
-
-@functools.cache
-def _chips(name):
-  with pytest.MonkeyPatch.context() as patch:
-    for key, value in _QUIET.items():
-      patch.setenv(key, value)
-    return topologies.get_topology_desc(
-      platform="tpu", topology_name=name
-    ).devices
+  with topology_test.uncached():
+    yield
 
 
 def _rarely(*args):
@@ -251,7 +230,7 @@ def _moved(text, elements):
 )
 def test_it_compiles_and_moves_no_pool(chip, shape, dtype) -> None:
   rows, heads, num_kv, width, page, num_pages, _ = shape
-  alone = jax.sharding.SingleDeviceSharding(_chips(chip)[0])
+  alone = jax.sharding.SingleDeviceSharding(topology_test.slices(chip)[0])
   lie = page_kernel.formats(alone, num_kv)
 
   def of(dims, dtype, sharding=alone):
@@ -276,7 +255,9 @@ def test_it_compiles_and_moves_no_pool(chip, shape, dtype) -> None:
 
 def _decode(chip, *, layers):
   """Compiles a decode step for four chips; returns it and its pools."""
-  mesh = meshes.build(meshes.GenerationAxes(data=2, tensor=2), _chips(chip)[:4])
+  mesh = meshes.build(
+    meshes.GenerationAxes(data=2, tensor=2), topology_test.slices(chip)[:4]
+  )
   config = transformer.Config(
     num_layers=layers,
     width=512,

@@ -1,5 +1,6 @@
 """Meshes over TPU slices that are described, not there."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -50,6 +51,17 @@ def slices(name: str, host: tuple | None = None, num_slices: int = 1) -> list:
     return topologies.get_topology_desc(
       platform="tpu", topology_name=name, **options
     ).devices
+
+
+@contextlib.contextmanager
+def uncached():
+  """For what is compiled without a chip: no cache can read it back."""
+  before = jax.config.jax_enable_compilation_cache  # type: ignore
+  jax.config.update("jax_enable_compilation_cache", False)
+  try:
+    yield
+  finally:
+    jax.config.update("jax_enable_compilation_cache", before)
 
 
 def point(device: Any) -> tuple[int, ...]:
