@@ -223,7 +223,7 @@ def build(
     state: types.TrainState, batch: types.Batch, reference: types.Tree = None
   ) -> types.Batch:
     with lock:
-      given = reference or state.reference
+      given = state.reference if reference is None else reference
       if "reference" in park:
         given = jax.device_put(given, by_judge)
       own = _critic_weights(state)
