@@ -34,7 +34,15 @@ def drift(rng, count, alike=0.5):
 
 
 def lines(
-  seed, count=120, *, step_s=1.0, lag=1.0, reward=1.0, noise=0.3, devices=2
+  seed,
+  count=120,
+  *,
+  step_s=1.0,
+  lag=1.0,
+  reward=1.0,
+  slower_learnt=1.0,
+  noise=0.3,
+  devices=2,
 ) -> list[dict[str, Any]]:
   """A run that learns; step times vary by `noise`, rewards by 0.1."""
   rng = np.random.default_rng(seed)
@@ -42,7 +50,7 @@ def lines(
   seconds[0] += 30.0
   wall = np.cumsum(seconds)
   waited = np.cumsum(0.25 * seconds)
-  learnt = reward * (1 - np.exp(-np.arange(count) / 20))
+  learnt = reward * (1 - np.exp(-np.arange(count) / (20 * slower_learnt)))
   rewards = learnt + 0.1 * drift(rng, count)
   made = []
   for at in range(count):
@@ -157,7 +165,7 @@ def test_the_further_ahead_generation_was_the_fewer_steps_count():
   assert not history.counted(lines(0, 8)).any()
 
 
-def test_rewards_are_compared_step_by_step_up_to_the_shorter_run():
+def test_rewards_are_compared_at_equal_device_hours():
   # Both learn; the longer one is further at its own end.
   rows = lines(1, 120)[:60]
   shift = [{**row, "reward/mean": row["reward/mean"] + 0.5} for row in rows]
@@ -165,6 +173,20 @@ def test_rewards_are_compared_step_by_step_up_to_the_shorter_run():
   assert found.value == pytest.approx(-0.5)
   # Of 30 steps, whose own standard errors are wider than no variation at all.
   assert found.error == pytest.approx(2.262 * 0.1 * math.sqrt(2 / 30))
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["slow", "fast"])
+def test_a_run_in_half_the_time_may_need_twice_the_steps(swap):
+  """Rewards that rise with time alone are equal, whoever makes more steps."""
+  slow, fast = lines(1, 100, step_s=2.0), lines(2, 200, noise=0.1)
+  for rows in (slow, fast):
+    for row in rows:
+      row["reward/mean"] = row["time/seconds"] / 100
+  pair = (run(fast), run(slow)) if swap else (run(slow), run(fast))
+  assert abs(steps.reward_change(*pair).value) < 0.01
+  behind = [{**row, "reward/mean": 0.5 * row["reward/mean"]} for row in fast]
+  pair = (run(slow), run(behind))
+  assert steps.reward_change(*pair).value < -0.3
 
 
 # ------------------------------------------------------------------- verdicts
@@ -175,6 +197,7 @@ def test_rewards_are_compared_step_by_step_up_to_the_shorter_run():
   [
     ("worked", 300, {"step_s": 0.7}),
     ("worked", 300, {"reward": 1.5}),
+    ("worked", 120, {"step_s": 0.7, "slower_learnt": 1.3}),
     ("no difference", 300, {}),
     ("no difference", 300, {"step_s": 0.99}),
     ("bad deal", 300, {"step_s": 0.7, "lag": 16.0}),

@@ -107,7 +107,7 @@ def verdict(a: history.Run, b: history.Run) -> Verdict:
   Throughput is rollouts consumed a device-hour. It rose or fell if its whole
   interval is beyond `RATE_MARGIN`. Otherwise it is the same if the interval is
   within `RATE_CLEAR`, and unclear if it is not. Likewise the reward at equal
-  rollouts, with `REWARD_MARGIN` and `REWARD_CLEAR` times the standard deviation
+  device-hours, with `REWARD_MARGIN` and `REWARD_CLEAR` times the standard deviation
   of a rollout's reward, the mean of both runs; without rewards it is the same.
   The lag is out of tolerance if the mean over trained tokens is above
   `LAG_TOLERATED` and above `LAG_GROWTH` times that of A.
@@ -144,7 +144,7 @@ def verdict(a: history.Run, b: history.Run) -> Verdict:
   reasons = (
     f"throughput: {pace}, {_span(rise, speed, '+.1%')}; margin "
     f"{RATE_MARGIN:.0%}",
-    f"reward at equal rollouts: {score}, "
+    f"reward at equal device-hours: {score}, "
     f"{_span(change.value, change.interval, '+.3f')}; margin {margin:.3f}",
     f"mean lag: {place} tolerance, {lag}; limit {limit:.1f}"
     if known
@@ -272,11 +272,7 @@ def _table(runs: Sequence[history.Run]) -> dict[str, list[str]]:
     * history.column(run.rows, "time/seconds")
     for run in runs
   ]
-  held = [
-    np.nan_to_num(history.column(run.rows, "devices"), nan=1.0)
-    * history.column(run.rows, "time/seconds")
-    for run in runs
-  ]
+  held = [steps.held(run) for run in runs]
   for label, along in (
     ("reward at equal rollouts", at),
     ("reward at equal tokens", tokens),

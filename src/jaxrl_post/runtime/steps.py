@@ -139,25 +139,37 @@ def reward(run: history.Run, where: Bool[np.ndarray, " N"]) -> Estimate:
   return _wider(ratio(values, np.ones(len(values))), errors**2)
 
 
+def held(run: history.Run) -> Float[np.ndarray, " N"]:
+  """Returns the device-seconds that a run had held at the end of each step."""
+  devices = np.nan_to_num(history.column(run.rows, "devices"), nan=1.0)
+  return devices * history.column(run.rows, "time/seconds")
+
+
 def reward_change(a: history.Run, b: history.Run) -> Estimate:
-  """Estimates by how much B's reward is above A's at equal rollouts.
+  """Estimates by how much B's reward is above A's at equal device-hours.
 
-  Steps have equally many rollouts, and are compared one by one: what both
-  learn from step to step is then not in the interval.
+  Up to the end of the run that held its devices for less. Of the run that made
+  fewer steps until then the last quarter is taken, at least `LEAST_STEPS`; each
+  is compared with the step of the other run that ended closest to it. What both
+  learn meanwhile is then not in the interval.
   """
-  ours, theirs = _by_step(a), _by_step(b)
-  steps = sorted(ours.keys() & theirs.keys())
-  steps = steps[-_window(len(steps)) :]
-  pairs = np.array([(*ours[k], *theirs[k]) for k in steps]).reshape(-1, 4)
-  change = pairs[:, 2] - pairs[:, 0]
-  squares = pairs[:, 1] ** 2 + pairs[:, 3] ** 2
+  ends = [held(run) for run in (a, b)]
+  least = min(end.max(initial=0.0) for end in ends)
+  fewer = int(np.argmin([(end <= least).sum() for end in ends]))
+  taken = np.flatnonzero(ends[fewer] <= least)
+  taken = taken[-_window(len(taken)) :]
+  if not len(taken):
+    return Estimate(value=math.nan, error=math.nan)
+  gaps = np.abs(ends[1 - fewer] - ends[fewer][taken][:, None])
+  at = {fewer: taken, 1 - fewer: gaps.argmin(axis=1)}
+  names = ("reward/mean", "reward/standard_error")
+  ours, theirs = (
+    [history.column(run.rows, name)[at[which]] for name in names]
+    for which, run in enumerate((a, b))
+  )
+  change = theirs[0] - ours[0]
+  squares = ours[1] ** 2 + theirs[1] ** 2
   return _wider(ratio(change, np.ones(len(change))), squares)
-
-
-def _by_step(run: history.Run) -> dict[float, tuple[float, float]]:
-  names = ("step", "reward/mean", "reward/standard_error")
-  steps, *values = (history.column(run.rows, name).tolist() for name in names)
-  return dict(zip(steps, zip(*values, strict=True), strict=True))
 
 
 def _wider(found: Estimate, squares: Float[np.ndarray, " N"]) -> Estimate:
