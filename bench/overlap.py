@@ -2,18 +2,23 @@
 
     python bench/overlap.py [--quick] [--repeats N]
 
-Two stages that take about equally long run as roles, a trainer on one core and
-one generation replica on another: in lockstep (`max_lag` 0), and with `max_lag`
-1 and 2. Beside them, in turn, runs of one process that may use all cores: in
-lockstep on one device, and split on two with the same lags; the latter is the
-fair rival on two cores. Before them each stage runs alone, on its core.
+On CPUs two stages that take about equally long run as roles, a trainer on one
+core and one generation replica on another: in lockstep (`max_lag` 0), and with
+`max_lag` 1, 2 and 4. Beside them, in turn, runs of one process that may use all
+cores: in lockstep on one device and split on two, and split with the same lags;
+these are the fair rivals on two cores. Before them each stage runs alone, on
+its core. On GPUs or TPUs, of which JAX must find two or more, parts of one
+process overlap: there all run in one process, and a stage alone has half of the
+devices.
 
 The data, of letters drawn at random, are no task, and the reward is a constant
-of the rollout: what is timed is the stages. A run's time per step is that of
-its steady state, without the first steps. Needs two cores and the extra `ray`.
+of the rollout: what is timed is the stages. A run's figures are those of its
+steady state, without the first steps. On CPUs it needs two cores and the extra
+`ray`.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -23,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -32,7 +37,7 @@ from jaxrl_post.data import dataset, pack, sources
 from jaxrl_post.models import decoder, transformer
 from jaxrl_post.placement import generator, mesh, programs, replica
 from jaxrl_post.rewards import pool
-from jaxrl_post.runtime import summary
+from jaxrl_post.runtime import history, steps, summary
 from jaxrl_post.sampling import engine
 from jaxrl_post.training import optim
 
@@ -41,8 +46,15 @@ _PROMPT = 8
 _SPEED_GOAL, _WALL_GOAL = 1.6, 1 / 0.9
 _DEADLINE_S = 600.0
 _ROLES = ("placement.mode=roles", "placement.cpu_devices=1")
-_ONE = ("placement.mode=colocated", "placement.cpu_devices=1")
-_SPLIT = ("placement.mode=split", "placement.cpu_devices=2")
+_LAGS = (0, 1, 2, 4)
+# The four numbers, as `steps.measure` calls them, and how they are shown.
+_NUMBERS = {
+  "consumed a device-hour": "{:.0f}",
+  "idle part of generation": "{:.2f}",
+  "idle part of training": "{:.2f}",
+  "weight sync, ms": "{:.1f}",
+  "mean lag, versions": "{:.2f}",
+}
 
 
 def make(index: int) -> types.Example:
@@ -92,21 +104,25 @@ def get_config() -> config.Run:
 # ------------------------------------------------------------- a stage alone
 
 
-def alone(stage: str, core: int, steps: int) -> list[float]:
-  """Runs one stage on one core.
+def alone(stage: str, core: int | None, count: int) -> list[float]:
+  """Runs one stage on one core, or without one on half of the accelerators.
 
   Returns:
     Seconds of each step; compilation is left out.
   """
-  replica.pin((core,))
   cfg = get_config()
-  jax.config.update("jax_num_cpu_devices", 1)
+  if core is None:
+    halves = mesh.Placement(mode="split")
+    cfg = dataclasses.replace(cfg, placement=halves)
+  else:
+    replica.pin((core,))
+    jax.config.update("jax_num_cpu_devices", 1)
   parts = prepare.prepare(cfg)
   place = loop.build(cfg, parts)
   makers = {"generation": _generation, "training": _training}
   step = makers[stage](cfg, parts, place)
   times = []
-  for number in range(steps + 2):
+  for number in range(count + 2):
     begun = time.perf_counter()
     step(number)
     times.append(time.perf_counter() - begun)
@@ -182,9 +198,15 @@ def _environment() -> dict[str, str]:
   return {
     **os.environ,
     "PYTHONPATH": str(root / "src"),
-    "JAX_PLATFORMS": "cpu",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
   }
+
+
+def _machine(folder: pathlib.Path) -> tuple[str, int]:
+  """Returns JAX's platform here and its devices, without taking them."""
+  found = "import jax; d = jax.devices(); print(d[0].platform, len(d))"
+  platform, number = _child(["-c", found], str(folder / "compiled")).split()
+  return platform, int(number)
 
 
 def _child(args: Sequence[str], cache: str) -> str:
@@ -203,20 +225,20 @@ def _child(args: Sequence[str], cache: str) -> str:
 
 
 def run(
-  path: pathlib.Path, settings: Sequence[str], steps: int, folder: pathlib.Path
+  path: pathlib.Path, settings: Sequence[str], count: int, folder: pathlib.Path
 ) -> pathlib.Path:
   """Runs the program once.
 
   Args:
     path: of the run.
     settings: each as `--set` takes it.
-    steps: of the run.
+    count: steps of the run.
     folder: keeps what is compiled, for other runs.
 
   Returns:
     The path.
   """
-  chosen = [*settings, f"num_steps={steps}", "checkpoint.every=0"]
+  chosen = [*settings, f"num_steps={count}", "checkpoint.every=0"]
   args = [f"--exp={__file__}", f"--workdir={path}"]
   args += [f"--set={setting}" for setting in chosen]
   _child(["-m", "jaxrl_post.main", *args], str(folder / "compiled"))
@@ -224,48 +246,57 @@ def run(
 
 
 def whole(
-  settings: Sequence[str], steps: int, skipped: int, folder: pathlib.Path
-) -> float:
+  settings: Sequence[str], count: int, skipped: int, folder: pathlib.Path
+) -> dict[str, float]:
   """Runs the program once.
 
   Returns:
-    Seconds of a step in the steady state.
+    `seconds` of a step in the steady state, and the four numbers there.
   """
   with tempfile.TemporaryDirectory(dir=folder) as name:
-    rows = summary.read(
-      run(pathlib.Path(name) / "run", settings, steps, folder)
-    )
-  ends = [row["time/seconds"] or 0.0 for row in rows]
-  return (ends[-1] - ends[skipped - 1]) / (steps - skipped)
+    path = run(pathlib.Path(name) / "run", settings, count, folder)
+    measured = steps.measure(history.read(path))
+    ends = [row["time/seconds"] or 0.0 for row in summary.read(path)]
+  seconds = (ends[-1] - ends[skipped - 1]) / (count - skipped)
+  return {"seconds": seconds} | {k: measured[k].value for k in _NUMBERS}
 
 
 def stage_alone(
-  name: str, core: int, steps: int, folder: pathlib.Path
+  name: str, core: int | None, count: int, folder: pathlib.Path
 ) -> float:
-  """Returns the median seconds of a step of one stage on its core."""
-  args = [__file__, "--stage", name, "--core", str(core), "--steps", str(steps)]
+  """Returns the median seconds of a step of one stage by itself."""
+  args = [__file__, "--stage", name, "--steps", str(count)]
+  args += [] if core is None else ["--core", str(core)]
   times = json.loads(_child(args, str(folder / "compiled")))
   return statistics.median(times)
 
 
 def arrangements(cores: Sequence[int]) -> dict[str, tuple[str, ...]]:
-  """Returns the settings of each run by its name."""
-  pinned = (
-    *_ROLES,
-    f"placement.roles.training_cores={cores[0]}",
-    f"placement.roles.generation_cores={cores[1]}",
-  )
-  return {
-    "roles, a core each, lockstep": (*pinned, "max_lag=0"),
-    "roles, a core each, max_lag 1": (*pinned, "max_lag=1"),
-    "roles, a core each, max_lag 2": (*pinned, "max_lag=2"),
-    "one process, lockstep": (*_ONE, "max_lag=0"),
-    "one process, split, max_lag 1": (*_SPLIT, "max_lag=1"),
-    "one process, split, max_lag 2": (*_SPLIT, "max_lag=2"),
-  }
+  """Returns the settings of each run by its name.
+
+  Args:
+    cores: two to pin roles to; none on accelerators, where parts of one process
+      overlap.
+  """
+  one, two = ("placement.cpu_devices=1",), ("placement.cpu_devices=2",)
+  one, two = (one, two) if cores else ((), ())
+  found = {"colocated, lockstep": ("placement.mode=colocated", *one)}
+  found["colocated, lockstep"] += ("max_lag=0",)
+  split = ("placement.mode=split", *two)
+  for lag in _LAGS:
+    name = f"max_lag {lag}" if lag else "lockstep"
+    found[f"split, {name}"] = (*split, f"max_lag={lag}")
+    if cores:
+      found[f"roles, a core each, {name}"] = (
+        *_ROLES,
+        f"placement.roles.training_cores={cores[0]}",
+        f"placement.roles.generation_cores={cores[1]}",
+        f"max_lag={lag}",
+      )
+  return found
 
 
-def _machine() -> str:
+def _name() -> str:
   lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
   models = [line.partition(":")[2].strip() for line in lines if "name" in line]
   cores = len(os.sched_getaffinity(0))
@@ -286,49 +317,83 @@ def _spread(values: Sequence[float]) -> str:
   return f"{1e3 * statistics.median(values):7.0f} ({low:.0f}-{high:.0f})"
 
 
-def measure(repeats: int, steps: int, skipped: int) -> dict[str, dict]:
+def measure(repeats: int, count: int, skipped: int) -> dict[str, dict]:
   """Runs all arrangements in turn, prints the table, returns the figures."""
-  cores = sorted(os.sched_getaffinity(0))
-  if len(cores) < 2:
-    sys.exit("overlap: expected two cores, got one. Nothing can overlap on it.")
-  plan = arrangements(cores)
   stages: dict[str, list[float]] = {"training": [], "generation": []}
-  times: dict[str, list[float]] = {name: [] for name in plan}
   with tempfile.TemporaryDirectory(prefix="overlap-") as name:
     folder = pathlib.Path(name)
+    platform, devices = _machine(folder)
+    cores = sorted(os.sched_getaffinity(0)) if platform == "cpu" else []
+    parts = len(cores) if platform == "cpu" else devices
+    if parts < 2:
+      sys.exit(
+        f"overlap: expected two cores or accelerators, got {parts}. Nothing "
+        "can overlap on it."
+      )
+    plan = arrangements(cores[:2])
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in plan}
     for _ in range(repeats):
-      for stage, core in zip(stages, cores, strict=False):
-        stages[stage].append(stage_alone(stage, core, steps // 2, folder))
+      for stage, core in zip(stages, cores or (None, None), strict=False):
+        stages[stage].append(stage_alone(stage, core, count // 2, folder))
       for arrangement, settings in plan.items():
-        times[arrangement].append(whole(settings, steps, skipped, folder))
-  return report(stages, times)
+        found[arrangement].append(whole(settings, count, skipped, folder))
+  print(f"{_name()}; {devices} x {platform}; medians of {repeats} (spread)")
+  return report(stages, found)
 
 
 def report(
-  stages: dict[str, list[float]], times: dict[str, list[float]]
+  stages: Mapping[str, Sequence[float]],
+  found: Mapping[str, Sequence[Mapping[str, float]]],
 ) -> dict[str, dict]:
-  """Prints the table and returns the figures."""
-  print(f"{_machine()}; medians of {len(stages['training'])} (spread)")
+  """Prints the table and returns the figures.
+
+  Args:
+    stages: seconds of a step of each alone, of each repeat.
+    found: what `whole` returns, of each repeat, by arrangement.
+  """
   for stage, seconds in stages.items():
-    print(
-      f"{stage + ' alone, on its core':32} {_spread(seconds):>20} ms a step"
-    )
+    print(f"{stage + ' alone':30} {_spread(seconds):>18} ms a step")
   alone_s = {k: statistics.median(v) for k, v in stages.items()}
-  wall_s = {k: statistics.median(v) for k, v in times.items()}
-  lockstep, lag_1, lag_2, one, split_1, split_2 = wall_s.values()
-  longest = max(alone_s.values())
-  print(f"{'':32} {'ms a step (spread)':>20}   of lockstep   of the longer")
-  for arrangement, seconds in times.items():
-    wall = wall_s[arrangement]
+  longest, both = max(alone_s.values()), sum(alone_s.values())
+  wall_s = {
+    name: statistics.median(each["seconds"] for each in runs)
+    for name, runs in found.items()
+  }
+  apart = next((name for name in found if "roles" in name), "split")
+  apart = apart.partition(", lockstep")[0].partition(", max")[0]
+  lockstep = wall_s[f"{apart}, lockstep"]
+  heads = "consumed/dev-h", "idle gen", "idle train", "sync ms", "lag"
+  print(
+    f"{'':30} {'ms a step (spread)':>18} of lockstep of longer"
+    + "".join(f" {head:>{max(8, len(head))}}" for head in heads)
+  )
+  for name, runs in found.items():
+    wall = wall_s[name]
+    shown = _spread([each["seconds"] for each in runs])
+    cells = [
+      form.format(statistics.median(each[key] for each in runs))
+      for key, form in _NUMBERS.items()
+    ]
     print(
-      f"{arrangement:32} {_spread(seconds):>20} {lockstep / wall:12.2f}x "
-      f"{wall / longest:14.2f}"
+      f"{name:30} {shown:>18} {lockstep / wall:10.2f}x {wall / longest:9.2f}"
+      + "".join(
+        f" {cell:>{max(8, len(head))}}"
+        for cell, head in zip(cells, heads, strict=True)
+      )
     )
-  ideal = sum(alone_s.values()) / longest
-  print(f"ideal, from the stages alone: {ideal:.2f}x")
-  best, rival = min(lag_1, lag_2), min(one, split_1, split_2)
-  figures = {}
-  for lag, wall in (("1", lag_1), ("2", lag_2)):
+  print(f"ideal, from the stages alone: {both / longest:.2f}x of lockstep")
+  rivals = [wall for name, wall in wall_s.items() if not name.startswith(apart)]
+  return _figures(apart, wall_s, longest, min(rivals))
+
+
+def _figures(
+  apart: str, wall_s: Mapping[str, float], longest: float, rival: float
+) -> dict[str, dict]:
+  """Returns the figures of the runs whose stages have devices of their own."""
+  figures, lockstep = {}, wall_s[f"{apart}, lockstep"]
+  lags = [lag for lag in _LAGS if lag]
+  for lag in lags:
+    wall = wall_s[f"{apart}, max_lag {lag}"]
     speed, over = lockstep / wall, wall / longest
     figures[f"overlap/speedup_lag_{lag}"] = _figure(
       speed, _SPEED_GOAL, lockstep / rival, speed >= _SPEED_GOAL
@@ -336,6 +401,7 @@ def report(
     figures[f"overlap/wall_lag_{lag}"] = _figure(
       over, _WALL_GOAL, rival / longest, over <= _WALL_GOAL
     )
+  best = min(wall_s[f"{apart}, max_lag {lag}"] for lag in lags)
   figures["overlap/of_rival"] = _figure(rival / best, 1.0, 1.0, best <= rival)
   return figures
 
@@ -348,15 +414,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--repeats", type=int, default=5)
   parser.add_argument("--steps", type=int, default=60)
   parser.add_argument("--stage", choices=("training", "generation"))
-  parser.add_argument("--core", type=int, default=0)
+  parser.add_argument("--core", type=int)
   chosen = parser.parse_args(arguments)
   if chosen.stage:
     print(json.dumps(alone(chosen.stage, chosen.core, chosen.steps)))
     return
-  repeats, steps, skipped = chosen.repeats, chosen.steps, 12
+  repeats, count, skipped = chosen.repeats, chosen.steps, 12
   if chosen.quick:
-    repeats, steps, skipped = 1, 12, 4
-  print(json.dumps(measure(repeats, steps, skipped)))
+    repeats, count, skipped = 1, 12, 4
+  print(json.dumps(measure(repeats, count, skipped)))
 
 
 if __name__ == "__main__":

@@ -290,25 +290,33 @@ def tester(
   the weights, and stays until its engine is no longer asked.
   """
   held_out = parts.data.held_out
-  if held_out is None:
+  if not held_out:
     return lambda policy, step: {}
 
   def scored(policy: types.Policy) -> dict[str, float]:
     assert rewards is not None, "the head's"
     if hosts.stopping:
       return {}  # A checkpoint is worth more than a number.
+    found = {}
     with (
       clock.span("training", "eval"),
       clock.span("generation", "eval"),
     ):
-      return evaluate.evaluate(
-        [held_out[uid] for uid in range(len(held_out))],
-        env=parts.eval_env,
-        generate=functools.partial(samplers.generate, policy),
-        rewards=rewards,
-        timeout_s=cfg.evaluation.timeout_s,
-        stopping=lambda: bool(hosts.stopping),
-      )
+      for name, asked in held_out.items():
+        values = evaluate.evaluate(
+          [asked[uid] for uid in range(len(asked))],
+          env=parts.eval_env,
+          generate=functools.partial(samplers.generate, policy),
+          rewards=rewards,
+          timeout_s=cfg.evaluation.timeout_s,
+          samples=cfg.evaluation.samples,
+          stopping=lambda: bool(hosts.stopping),
+        )
+        if not values:
+          return {}
+        place = f"eval/{name}/" if name else "eval/"
+        found |= {f"{place}{key}": value for key, value in values.items()}
+    return found
 
   def test(policy: types.Policy, step: int) -> dict[str, float]:
     if not cfg.evaluation.due(step, cfg.num_steps):

@@ -426,7 +426,7 @@ def test_newest(
     InputError: the experiment has no held-out prompts, or the folder no
       checkpoint.
   """
-  if parts.data.held_out is None:
+  if not parts.data.held_out:
     raise types.InputError(
       "--mode=eval: expected an experiment with data.held_out, got none. Add "
       "held-out prompts to it."

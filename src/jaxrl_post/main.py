@@ -19,6 +19,7 @@ import jax
 from absl import app, flags, logging
 
 from jaxrl_post import collect, config, loop, prepare, roles, serve, types
+from jaxrl_post.envs import pass_at_k
 from jaxrl_post.planning import plan as planning
 from jaxrl_post.planning import table
 from jaxrl_post.runtime import (
@@ -378,6 +379,7 @@ def _eval(hosts: hosts_lib.Hosts, cfg: config.Run, parts: prepare.Parts) -> int:
     names = (*config.may_change(cfg), "evaluation", "data.held_out")
     path = folder.find_folder(_WORKDIR.value, config.to_json(cfg), names)
   step, values = loop.test_newest(cfg, parts, path, hosts)
+  _say(hosts, pass_at_k.table(values))
   # JSON has no NaN, which there is where nothing could be averaged.
   finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
   _say(hosts, json.dumps({"step": step, **finite}, sort_keys=True))

@@ -106,7 +106,9 @@ def prepare(cfg: config.Run) -> Parts:
     decoder=shaped,
     data=data,
     env=single_turn.SingleTurn(cfg.group_size, sampling, data.tokenizer.decode),
-    eval_env=single_turn.SingleTurn(1, greedy, data.tokenizer.decode),
+    eval_env=single_turn.SingleTurn(
+      cfg.evaluation.number, greedy, data.tokenizer.decode
+    ),
     reference=reference(cfg, shape),
   )
   if cfg.reference is not None and cfg.reference.path is not None:

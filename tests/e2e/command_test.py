@@ -251,6 +251,23 @@ def test_c93_evaluation_asks_every_prompt_once(trained):
   }
 
 
+def test_c120_sets_have_metrics_of_their_own(tmp_path):
+  end = runs.run(tmp_path, runs.experiment("with_two_sets"), "--mode=eval")
+  assert end.code == 0, end.err
+  *shown, last = end.out.splitlines()
+  found = json.loads(last)
+  assert found["eval/low/rollouts"] == 24
+  assert found["eval/all/rollouts"] == 40
+  for k in (1, 2, 4):
+    assert found[f"eval/low/pass@{k}"] == 1.0
+    assert found[f"eval/all/pass@{k}"] == pytest.approx(0.7)
+    assert (
+      found[f"eval/all/pass@{k}_low"] < 0.7 < found[f"eval/all/pass@{k}_high"]
+    )
+  assert found["eval/all/majority@4"] == pytest.approx(0.7)
+  assert f"{'all/pass@1':32} {0.7:10.4g}  (0.397 to 0.892)" in shown
+
+
 def test_a_run_ends_with_its_folder_and_leaves_nobody(trained):
   path, _, train, test = trained
   assert train.out.splitlines()[-1] == f"run folder: {path.resolve()}"

@@ -16,6 +16,7 @@ from jaxrl_post.algos import divergence, grpo, ppo
 from jaxrl_post.algos import objective as objectives
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.data import pack as packing
+from jaxrl_post.envs import evaluate, pass_at_k
 from jaxrl_post.models import decoder, transformer
 from jaxrl_post.placement import mesh
 from jaxrl_post.rewards import pool
@@ -189,6 +190,29 @@ def with_held_out() -> config.Run:
   held_out = sources.Generated(make, size=10)
   return dataclasses.replace(
     run, data=dataclasses.replace(run.data, held_out=held_out)
+  )
+
+
+def solved(rollout: types.Rollout) -> bool:
+  """Says whether a rollout counts as right."""
+  return rollout.reward > 0
+
+
+def with_two_sets() -> config.Run:
+  """Evaluates two sets, four completions a prompt, after every step."""
+  run = scored_by(first_seven)
+  sets = dataset.Sets(
+    names=("low", "all"),
+    sources=(
+      sources.Generated(make, size=6),
+      sources.Generated(make, size=10),
+    ),
+  )
+  samples = pass_at_k.Samples(number=4, success=solved, answer=str.strip)
+  return dataclasses.replace(
+    run,
+    data=dataclasses.replace(run.data, held_out=sets),
+    evaluation=evaluate.Evaluation(every=1, temperature=1.0, samples=samples),
   )
 
 

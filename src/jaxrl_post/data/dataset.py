@@ -1,9 +1,39 @@
 """The prompts of a run and the tokenizer that reads them."""
 
 import dataclasses
+import re
+from collections.abc import Mapping
 
 from jaxrl_post import types
 from jaxrl_post.data import prompts, tokenizer
+
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sets:
+  """Several sets of evaluation prompts, each with metrics of its own.
+
+  Attributes:
+    names: of the sets; letters, digits, `.`, `-` and `_`.
+    sources: of each, in the same order.
+  """
+
+  names: tuple[str, ...]
+  sources: tuple[prompts.Source, ...]
+
+  def __post_init__(self) -> None:
+    names = self.names
+    for holds, rule in (
+      (len(names) == len(self.sources) > 0, "a name for each of the sources"),
+      (len(set(names)) == len(names), "names that differ"),
+      (all(map(_NAME.fullmatch, names)), "letters, digits, '.', '-' and '_'"),
+    ):
+      if not holds:
+        raise types.InputError(
+          f"data.held_out.names: expected {rule}, got {names} for "
+          f"{len(self.sources)} sources. Correct the names."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,7 +42,8 @@ class Data:
 
   Attributes:
     train: the source of training prompts.
-    held_out: the source of evaluation prompts; None goes without.
+    held_out: the source of evaluation prompts, or several with a name each;
+      None goes without.
     tokenizer: a Hugging Face folder or GGUF file; None takes the model's.
     alphabet: instead of a tokenizer file, one token for each character.
     system: a system message put before every prompt.
@@ -21,7 +52,7 @@ class Data:
   """
 
   train: prompts.Source
-  held_out: prompts.Source | None = None
+  held_out: prompts.Source | Sets | None = None
   tokenizer: str | None = None
   alphabet: str | None = None
   system: str | None = None
@@ -41,11 +72,18 @@ class Data:
 
 @types.host_record
 class Dataset:
-  """What `load` made of it."""
+  """What `load` made of it.
+
+  Attributes:
+    tokenizer: reads and writes the text.
+    train: training prompts.
+    held_out: evaluation prompts by the name of their set; that of a single
+      source is empty.
+  """
 
   tokenizer: tokenizer.Tokenizer
   train: prompts.Prompts
-  held_out: prompts.Prompts | None
+  held_out: Mapping[str, prompts.Prompts]
 
 
 def load(
@@ -85,10 +123,9 @@ def load(
     epochs=cfg.epochs,
     system=cfg.system,
   )
-  held_out = None
-  if cfg.held_out is not None:
-    held_out = prompts.load(
-      cfg.held_out,
+  held_out = {
+    name: prompts.load(
+      source,
       encoder,
       max_tokens=cfg.max_prompt,
       seed=seed,
@@ -96,4 +133,16 @@ def load(
       shuffle=False,
       system=cfg.system,
     )
+    for name, source in _sets(cfg.held_out).items()
+  }
   return Dataset(tokenizer=encoder, train=train, held_out=held_out)
+
+
+def _sets(
+  held_out: prompts.Source | Sets | None,
+) -> Mapping[str, prompts.Source]:
+  if held_out is None:
+    return {}
+  if isinstance(held_out, Sets):
+    return dict(zip(held_out.names, held_out.sources, strict=True))
+  return {"": held_out}

@@ -1,4 +1,4 @@
-"""Scores a policy on held-out prompts, each once."""
+"""Scores a policy on held-out prompts."""
 
 import concurrent.futures
 import dataclasses
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxrl_post import types
-from jaxrl_post.envs import single_turn
+from jaxrl_post.envs import pass_at_k, single_turn
 from jaxrl_post.rewards import pool as pools
 
 _GLANCE_S = 0.5
@@ -24,6 +24,7 @@ class Evaluation:
     top_k: see `types.SamplingParams`; likewise the next.
     top_p: 1 keeps every token.
     timeout_s: longest wait for the rewards of one evaluation.
+    samples: several completions of each prompt; None takes one.
   """
 
   every: int = 0
@@ -31,6 +32,7 @@ class Evaluation:
   top_k: int = 0
   top_p: float = 1.0
   timeout_s: float = 600.0
+  samples: pass_at_k.Samples | None = None
 
   def __post_init__(self) -> None:
     rules = (
@@ -46,6 +48,16 @@ class Evaluation:
           f"evaluation.{name}: expected {rule}, got {getattr(self, name)}. "
           "Correct the value."
         )
+    if self.number > 1 and not self.temperature:
+      raise types.InputError(
+        "evaluation.temperature: expected > 0 with evaluation.samples.number "
+        f"{self.number}, got 0. All completions of a prompt would be one."
+      )
+
+  @property
+  def number(self) -> int:
+    """Completions of each prompt."""
+    return self.samples.number if self.samples is not None else 1
 
   def due(self, step: int, num_steps: int) -> bool:
     """Says whether the state after `step` batches is evaluated."""
@@ -60,6 +72,7 @@ def evaluate(
   generate: Callable[[Sequence[types.Request]], list[types.Completion]],
   rewards: pools.Pool,
   timeout_s: float,
+  samples: pass_at_k.Samples | None = None,
   stopping: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
   """Samples and scores every prompt.
@@ -70,17 +83,19 @@ def evaluate(
     generate: requests to completions in the same order.
     rewards: scores the rollouts.
     timeout_s: longest wait for all rewards together.
+    samples: what several completions of a prompt are asked.
     stopping: whether the run was asked to stop; looked at twice a second.
 
   Returns:
-    `eval/reward` and `eval/reward_<part>`, means over the rollouts that have a
-    reward, and `eval/missing`, how many have none; over all of them
-    `eval/truncated`, the share that ended by the limit, and `eval/tokens`;
-    `eval/rollouts`, how many there are. Nothing once the run is to stop.
+    `reward` and `reward_<part>`, means over the rollouts that have a reward;
+    `missing`, how many have none; over all of them `truncated`, the share that
+    ended by the limit, and `tokens`; `rollouts`, how many there are; with
+    `samples` also what `pass_at_k.metrics` says. Nothing once the run is to
+    stop.
 
   Raises:
     RunError: the rewards took longer than `timeout_s`.
-    Exception: what a reward raised.
+    Exception: what a reward, or a function of `samples`, raised.
   """
   completions = generate([env.request(prompt) for prompt in prompts])
   asked = [p for p in prompts for _ in range(env.group_size)]
@@ -110,15 +125,20 @@ def evaluate(
   scored = [r for r in rollouts if math.isfinite(r.reward)]
   truncated = [r.completion.finish == "length" for r in rollouts]
   metrics = {
-    "eval/reward": _mean([r.reward for r in scored]),
-    "eval/missing": float(len(rollouts) - len(scored)),
-    "eval/truncated": _mean(truncated),
-    "eval/tokens": _mean([len(r.completion.tokens) for r in rollouts]),
-    "eval/rollouts": float(len(rollouts)),
+    "reward": _mean([r.reward for r in scored]),
+    "missing": float(len(rollouts) - len(scored)),
+    "truncated": _mean(truncated),
+    "tokens": _mean([len(r.completion.tokens) for r in rollouts]),
+    "rollouts": float(len(rollouts)),
   }
   for name in sorted({part for r in scored for part in r.parts}):
     parts = [r.parts[name] for r in scored if name in r.parts]
-    metrics[f"eval/reward_{name}"] = _mean(parts)
+    metrics[f"reward_{name}"] = _mean(parts)
+  if samples is not None:
+    size = env.group_size
+    starts = range(0, len(rollouts), size)
+    groups = [rollouts[at : at + size] for at in starts]
+    metrics |= pass_at_k.metrics(samples, groups)
   return metrics
 
 

@@ -107,8 +107,9 @@ def verdict(a: history.Run, b: history.Run) -> Verdict:
   Throughput is rollouts consumed a device-hour. It rose or fell if its whole
   interval is beyond `RATE_MARGIN`. Otherwise it is the same if the interval is
   within `RATE_CLEAR`, and unclear if it is not. Likewise the reward at equal
-  device-hours, with `REWARD_MARGIN` and `REWARD_CLEAR` times the standard deviation
-  of a rollout's reward, the mean of both runs; without rewards it is the same.
+  device-hours, with `REWARD_MARGIN` and `REWARD_CLEAR` times the standard
+  deviation of a rollout's reward, the mean of both runs; without rewards it is
+  the same.
   The lag is out of tolerance if the mean over trained tokens is above
   `LAG_TOLERATED` and above `LAG_GROWTH` times that of A.
 
