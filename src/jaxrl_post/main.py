@@ -20,8 +20,8 @@ from absl import app, flags, logging
 
 from jaxrl_post import collect, config, loop, prepare, roles, serve, types
 from jaxrl_post.envs import pass_at_k
+from jaxrl_post.planning import costs, table
 from jaxrl_post.planning import plan as planning
-from jaxrl_post.planning import table
 from jaxrl_post.runtime import (
   compare,
   folder,
@@ -263,6 +263,8 @@ def _watch() -> writers.Watch:
       "--writers, --prometheus_port, --profile_steps, --trace_slots: expected "
       f"none with --mode={_MODE.value}, got some. Leave them out, or train."
     )
+  if _MODE.value == "train" and _PLAN.value is not None:
+    costs.read(_PLAN.value)  # A wrong file is told before a device is taken.
   return watch
 
 

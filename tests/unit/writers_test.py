@@ -3,6 +3,7 @@ import json
 import logging
 import math
 import pathlib
+import socket
 import sys
 import threading
 import types as python_types
@@ -202,6 +203,15 @@ def test_a_capture_after_the_run_is_refused():
     watch.check(3)
   assert "\n" not in str(error.value)
   writers.Watch().check(0)
+
+
+def test_a_port_that_is_taken_is_refused_before_the_run():
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+    with pytest.raises(types.InputError, match=f"a free port, got {port} "):
+      writers.Watch(prometheus_port=port).check(1)
+  writers.Watch(prometheus_port=port).check(1)
+  writers.Watch(prometheus_port=0).check(1)
 
 
 def test_every_name_is_one_that_prometheus_takes():

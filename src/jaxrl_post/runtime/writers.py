@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import re
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -72,8 +73,15 @@ class Watch:
       num_steps: of the whole run.
 
     Raises:
-      InputError: the capture begins after its last step.
+      InputError: the capture begins after its last step, or the port is taken.
     """
+    if self.prometheus_port:
+      with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+          probe.bind((_HOST, self.prometheus_port))
+        except OSError as error:
+          raise _taken(self.prometheus_port, error) from error
     if self.profile is not None and self.profile[0] > num_steps:
       first, last = self.profile
       raise types.InputError(
@@ -255,6 +263,13 @@ class _WandB:
     self._run.finish()
 
 
+def _taken(port: int, error: OSError) -> types.InputError:
+  return types.InputError(
+    f"--prometheus_port: expected a free port, got {port} ({error.strerror}). "
+    "Name another, or 0 for any."
+  )
+
+
 class _Prometheus:
   """Answers on this machine only, with the numbers of the last step."""
 
@@ -272,10 +287,7 @@ class _Prometheus:
         self.port, addr=_HOST, registry=registry
       )
     except OSError as error:
-      raise types.InputError(
-        f"--prometheus_port: expected a free port, got {self.port} ({error}). "
-        "Name another, or 0 for any."
-      ) from error
+      raise _taken(self.port, error) from error
     self.port = int(self._server.server_port)
 
   def collect(self) -> list[Any]:
