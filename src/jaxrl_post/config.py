@@ -466,7 +466,9 @@ def _function_name(function: Any) -> str:
     extra = {**dict(enumerate(function.args)), **function.keywords}
     options = ", ".join(f"{k}={v!r}" for k, v in extra.items())
     return f"{_function_name(inner)}({options})"
-  return f"{function.__module__}:{function.__qualname__}"
+  named = function if hasattr(function, "__qualname__") else type(function)
+  module = getattr(named, "__module__", None)  # None of a method such as
+  return f"{module or 'builtins'}:{named.__qualname__}"  # str.strip
 
 
 def classes(node: Any, prefix: str = "") -> dict[str, str]:

@@ -75,6 +75,26 @@ def test_the_kernel_compiles_with_its_gradient(
   assert made.compile().as_text().count(_KERNEL) == 3
 
 
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_keys_of_a_long_row_go_round_a_slice(chip):
+  devices, length = topology_test.slices(chip)[:4], 4 * among._MOST
+  mesh = meshes.build(meshes.TrainingAxes(fsdp=1, context=4), devices)
+  lie = meshes.token_sharding(mesh)
+  among_rows = among.on(lie, None, backend=among.backend(devices[0]))
+
+  def total(ids, *qkv):
+    rows = among.places(*ids, ids[0].shape)
+    return jnp.sum(among_rows(rows, 128, "bfloat16")(*qkv).astype(jnp.float32))
+
+  ids = _of((1, length), "int32", lie)
+  q, k = (_of((1, length, n, 128), "bfloat16", lie) for n in (8, 2))
+  with jax.numpy_dtype_promotion("standard"):
+    made = jax.jit(jax.grad(total, (1, 2, 3))).lower((ids, ids), q, k, k)
+  text = made.compile().as_text()
+  assert "collective-permute" in text
+  assert "all-gather" not in text
+
+
 def _update(chip, remat):
   """Compiles an update for four chips, rows of 512 tokens in each."""
   config = transformer.Config(

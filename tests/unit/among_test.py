@@ -155,7 +155,8 @@ def test_the_tpu_kernel_rounds_as_xla_does_in_bfloat16():
 
 
 @pytest.mark.parametrize(
-  ("backend", "heads"), [("splash", "tensor"), ("xla", None)]
+  ("backend", "heads"),
+  [("splash", "tensor"), ("xla", None), ("ring", "tensor"), ("ring", None)],
 )
 def test_a_mesh_reads_what_one_device_does(backend, heads):
   axes = meshes.TrainingAxes(fsdp=2, context=2, tensor=2)
@@ -164,3 +165,49 @@ def test_a_mesh_reads_what_one_device_does(backend, heads):
     jax.devices(), axes=axes, heads=heads, backend=backend, interpret=True
   )
   _assert_same(read, *_case(2, length, 4, 2, 64))
+
+
+# --------------------------------------------------------------------- ring
+
+
+@pytest.mark.parametrize(
+  ("parts", "length", "dtype"),
+  [(8, 200, "float32"), (2, 1200, "float32"), (4, 256, "bfloat16")],
+)
+def test_keys_that_go_round_are_read_as_if_they_were_here(parts, length, dtype):
+  axes = meshes.TrainingAxes(fsdp=1, context=parts)
+  read = _on(jax.devices()[:parts], axes=axes, backend="ring")
+  ids, qkv = _case(1, length, 4, 2, 8, dtype)
+  if dtype == "float32":
+    return _assert_same(read, ids, qkv)
+  rows = among.places(*ids, ids[0].shape)
+  found = jax.jit(lambda *qkv: read(rows, 8, dtype)(*qkv))(*qkv)
+  assert found.dtype == jnp.bfloat16
+  exact = _dense(ids, *(x.astype(jnp.float32) for x in qkv))
+  np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.02)
+
+
+def test_no_device_has_all_keys_of_a_row_that_is_too_long():
+  length, parts = 2 * among._MOST, 8
+  ids, qkv = _case(1, length, 2, 1, 8)
+  axes = meshes.TrainingAxes(fsdp=1, context=parts)
+  read = _on(jax.devices(), axes=axes)
+
+  def around(*qkv):
+    return read(among.places(*ids, ids[0].shape), 8, "float32")(*qkv)
+
+  mesh = meshes.build(axes, jax.devices())
+  lie = jax.sharding.NamedSharding(mesh, jax.P(None, "context"))
+  program = _with_gradients(around)
+  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie) for x in qkv]
+  made = program.lower(*shapes).compile()
+  text = made.as_text()
+  assert "collective-permute" in text
+  for line in text.splitlines():
+    assert f"[1,{length},1,8]" not in line.partition(" = ")[2] or (
+      "parameter" in line
+    ), line
+  # Scores of all its queries and of one part of the keys are so many bytes, and
+  # a gradient needs some copies of what it has of them.
+  scores = 2 * (length // parts) ** 2 * 4
+  assert made.memory_analysis().temp_size_in_bytes < scores

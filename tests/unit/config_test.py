@@ -377,6 +377,7 @@ def test_json_names_classes_and_functions():
 def test_json_tells_partials_apart():
   one, two = (functools.partial(round, ndigits=n) for n in (1, 2))
   assert config.to_json(one) == "builtins:round(ndigits=1)"
+  assert config.to_json(str.strip) == "builtins:str.strip"
   assert config.to_json(one) != config.to_json(two)
 
 

@@ -336,6 +336,22 @@ def test_seconds_that_round_to_below_zero_are_none(three):
   assert measure.calibrate([run]).reward_s == 0.0
 
 
+def test_a_run_in_a_bad_moment_changes_nothing(three):
+  runs = [measure.read(path) for path in three]
+  slow = [
+    dataclasses.replace(
+      run,
+      step_s=3 * run.step_s,
+      each={name: 3 * value for name, value in run.each.items()},
+    )
+    for run in runs
+  ]
+  found = measure.calibrate([*runs, *runs, *slow])
+  assert dataclasses.replace(found, lengths=(6,)) == dataclasses.replace(
+    measure.calibrate(runs), lengths=(6,)
+  )
+
+
 def test_a_single_run_says_what_it_does_not_know(three, monkeypatch):
   monkeypatch.setattr(plan, "_LAGS", (0,))
   found = measure.calibrate([measure.read(three[0])])

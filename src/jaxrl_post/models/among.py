@@ -4,7 +4,8 @@ A token reads the earlier tokens of its own segment, and of the one that its own
 continues. `on` chooses what computes it, for the devices of a mesh: XLA, cuDNN
 or Pallas; a shape that a kernel does not take is XLA's (`docs/numerics.md`).
 Each device has T of the queries and all S keys of its rows: all that is sent is
-the keys and values of rows whose positions a mesh splits.
+the keys and values of rows whose positions a mesh splits. Of rows that are too
+long for that, they go round instead (`ring`).
 """
 
 import functools
@@ -21,10 +22,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Bool, Int
 
+from jaxrl_post.models import ring
+
 # Rows up to this length have all scores at once; longer ones, those of a block
 # of queries.
 SHORT, _BLOCK = 512, 256
-# The kernels keep which query reads which key: [S, S] for each row.
+# The kernels keep which query reads which key: [S, S] for each row. Of longer
+# rows whose positions are split, no device has all keys.
 _MOST = 8192
 _LANES = 128
 # Compute capability that cuDNN's attention needs.
@@ -32,7 +36,7 @@ _AMPERE = (8, 0)
 # Blocks of the TPU kernel, the largest that divides both lengths.
 _TILES = (512, 256, _LANES)
 
-Backend: TypeAlias = Literal["xla", "cudnn", "splash"]
+Backend: TypeAlias = Literal["xla", "cudnn", "splash", "ring"]
 # Takes q [B, T, N, H], k and v [B, S, K, H]; returns what each query read.
 Read: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -144,7 +148,8 @@ def on(
   Args:
     sharding: how rows and positions lie on a mesh.
     heads: mesh axis of queries' and key heads; None where each device has all.
-    backend: what reads, where it takes the shape.
+    backend: what reads, where it takes the shape; "ring" where positions are
+      split, whatever their number.
     interpret: runs the Pallas kernel without a TPU.
 
   Returns:
@@ -160,6 +165,12 @@ def on(
 
   def among(rows: Places, width: int, dtype: str) -> Read:
     length = rows.order.shape[1]
+    is_long = backend == "ring" or length > _MOST
+    if by_place is not None and parts > 1 and is_long:
+      around = functools.partial(ring.attend, ring.Ring(by_place, parts, seen))
+      specs = (mine, queries, queries, queries)
+      read = shard(around, in_specs=specs, out_specs=queries)
+      return functools.partial(read, rows)
     kernel = _Kernel(_own, _blocks)
     if backend == "splash" and _fits_splash(length, width):
       kernel = _Kernel(_tiles, functools.partial(_splash, interpret))

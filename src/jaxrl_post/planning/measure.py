@@ -10,6 +10,7 @@ way is what makes the others come out as they were.
 import dataclasses
 import math
 import pathlib
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -131,11 +132,13 @@ def calibrate(runs: Sequence[Measured]) -> costs_lib.Costs:
   Args:
     runs: of one model and machine, at least one. Of one number of rows, a pass
       through the model is taken to cost the same with any; of one batch, an
-      update to cost nothing but its positions.
+      update to cost nothing but its positions. Of several runs with one setting
+      each number's median counts: machines have bad moments.
 
   Returns:
     The costs.
   """
+  runs = _medians(runs)
   calm = [run for run in runs if not run.setting.max_lag] or [*runs]
   usual = costs_lib.Costs(column_s=1.0, update_s=1.0, lengths=(1,))
 
@@ -192,7 +195,8 @@ def calibrate(runs: Sequence[Measured]) -> costs_lib.Costs:
   )
   lockstep = [run for run in runs if not run.setting.max_lag]
   rest = _line(lockstep, lambda r: r.setting.rollouts, _unexplained(found))
-  found = dataclasses.replace(found, pack_s=rest[0], packed_s=rest[1])
+  pack_s, packed_s = (max(0.0, part) for part in rest)
+  found = dataclasses.replace(found, pack_s=pack_s, packed_s=packed_s)
   for field, modes in (
     ("colocated", ("colocated",)),
     ("split", ("split", "roles")),
@@ -202,6 +206,25 @@ def calibrate(runs: Sequence[Measured]) -> costs_lib.Costs:
       value = _slowdown(beside, found, field)
       found = dataclasses.replace(found, **{field: value})
   return found
+
+
+def _medians(runs: Sequence[Measured]) -> list[Measured]:
+  """Makes one run of those with one setting."""
+  alike: dict[costs_lib.Setting, list[Measured]] = {}
+  for run in runs:
+    alike.setdefault(run.setting, []).append(run)
+  return [
+    dataclasses.replace(
+      ones[0],
+      step_s=statistics.median(one.step_s for one in ones),
+      each={
+        name: statistics.median(one.each[name] for one in ones)
+        for name in ones[0].each
+      },
+      lengths=tuple(sorted(n for one in ones for n in one.lengths)),
+    )
+    for ones in alike.values()
+  ]
 
 
 def _lengths(means: Sequence[float], mean: float) -> tuple[int, ...]:
@@ -262,7 +285,7 @@ def _unexplained(found: costs_lib.Costs) -> Callable[[Measured], float]:
   """Returns what of the seconds of a run's step the costs do not explain."""
 
   def rest(run: Measured) -> float:
-    return max(0.0, run.step_s - simulate.simulate(run.setting, found).step_s)
+    return run.step_s - simulate.simulate(run.setting, found).step_s
 
   return rest
 
