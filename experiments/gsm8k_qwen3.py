@@ -24,7 +24,8 @@ devices) completions of 1536 tokens. Too much? Raise `optim.microbatches`, lower
 `sampling.rows`.
 
 `--exp=gsm8k_qwen3:qwen3_8b` is a larger run for TPU slices, with the shape of
-the model in place of a checkpoint, for `--mode=compile` (docs/compile.md).
+the model in place of a checkpoint, for `--mode=compile` (docs/compile.md);
+`gsm8k_qwen3:qwen3_30b_a3b` another, of a mixture of experts.
 
 This recipe has NOT been run at full size: no accelerator was at hand. Its
 tests run it on CPU with a model of 0.1M weights. The settings are those that
@@ -37,7 +38,7 @@ from jaxrl_post import config
 from jaxrl_post.algos import losses, objective
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.envs import evaluate
-from jaxrl_post.models import decoder, transformer
+from jaxrl_post.models import decoder, experts, transformer
 from jaxrl_post.placement import mesh
 from jaxrl_post.rewards import number, pool
 from jaxrl_post.runtime import checkpoint
@@ -123,4 +124,28 @@ def qwen3_8b() -> config.Run:
     ),
     groups_per_step=128,
     group_size=16,
+  )
+
+
+def qwen3_30b_a3b() -> config.Run:
+  """The same of Qwen3-30B-A3B, with 128 experts of which a token takes 8."""
+  run = qwen3_8b()
+  assert run.model.config is not None
+  shape = dataclasses.replace(
+    run.model.config,
+    num_layers=48,
+    width=2048,
+    num_kv_heads=4,
+    ff_width=768,
+    experts=experts.Experts(num=128, per_token=8),
+  )
+  return dataclasses.replace(
+    run,
+    model=dataclasses.replace(run.model, config=shape),
+    optim=dataclasses.replace(run.optim, microbatches=64),
+    placement=mesh.Placement(
+      mode="split",
+      training=mesh.TrainingAxes(expert=8),
+      generation=mesh.GenerationAxes(expert=2, tensor=4),
+    ),
   )

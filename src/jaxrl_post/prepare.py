@@ -17,7 +17,7 @@ from jaxrl_post.data import dataset, pack
 from jaxrl_post.data import tokenizer as tokenizers
 from jaxrl_post.envs import events, single_turn
 from jaxrl_post.envs import ledger as ledgers
-from jaxrl_post.models import decoder, transformer, weights
+from jaxrl_post.models import decoder, quantize, transformer, weights
 from jaxrl_post.placement import mesh, programs
 from jaxrl_post.placement import reference as references
 from jaxrl_post.runtime import dump
@@ -64,8 +64,11 @@ def model(cfg: config.Run) -> decoder.Decoder:
       f"sampling.top_logprobs: expected at most the {shape.vocab_size} ids of "
       f"the model, got {most}. Lower it."
     )
-  trained.check(cfg.optim.trained, transformer.spec(shape))
-  return decoder.Decoder(shape, given.dtype, given.remat, given.chunk)
+  spec = transformer.spec(shape)
+  trained.check(cfg.optim.trained, spec)
+  if cfg.sampling.quantized:
+    quantize.spec(spec)  # Refuses what has no 8 bits.
+  return decoder.of(given, shape)
 
 
 def prepare(cfg: config.Run) -> Parts:
@@ -148,6 +151,11 @@ def reference(
   if model is None:
     return None
   path = model.path
+  if model.balance is not None:
+    raise types.InputError(
+      "reference.balance: expected none, as a reference does not train, got "
+      f"{model.balance.coef}. Leave it out."
+    )
   if path is not None and not pathlib.Path(path).exists():
     raise types.InputError(
       f"reference.path: expected a folder with config.json or a .gguf file, "

@@ -17,7 +17,7 @@ from jaxrl_post.algos import objective as objectives
 from jaxrl_post.data import dataset, sources
 from jaxrl_post.data import pack as packing
 from jaxrl_post.envs import evaluate, pass_at_k
-from jaxrl_post.models import decoder, transformer
+from jaxrl_post.models import decoder, experts, transformer
 from jaxrl_post.placement import mesh
 from jaxrl_post.rewards import pool
 from jaxrl_post.runtime import checkpoint
@@ -133,6 +133,18 @@ def scored_by(function: types.Reward, **options: Any) -> config.Run:
   """The run of `get_config` with another reward."""
   rewards = pool.Rewards(functions=(function,), **options)
   return dataclasses.replace(get_config(), rewards=rewards)
+
+
+def moe() -> config.Run:
+  """A mixture of four experts, of which a token goes through two."""
+  run = get_config()
+  shape = dataclasses.replace(
+    run.model.config, ff_width=16, experts=experts.Experts(4, 2)
+  )
+  model = dataclasses.replace(
+    run.model, config=shape, balance=experts.Balance(0.01)
+  )
+  return dataclasses.replace(run, model=model)
 
 
 def with_boom() -> config.Run:

@@ -16,6 +16,7 @@ import tempfile
 import numpy as np
 import torch
 import transformers
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.reference import tiny_folder
 
@@ -45,6 +46,31 @@ def families() -> None:
       with torch.no_grad():
         out[family] = model(torch.tensor(tokens)).logits.numpy()
   np.savez_compressed(VALUES / "families.npz", **out)
+
+
+def mixtures() -> None:
+  """Stores logits of a tiny mixture of experts, and its loads by layer."""
+  tokens = np.random.RandomState(8).randint(0, tiny_folder.VOCAB, (2, 40))
+  out = {"tokens": tokens.astype(np.int32)}
+  for normalize in (True, False):
+    with tempfile.TemporaryDirectory() as name:
+      options = {"norm_topk_prob": normalize}
+      hf = tiny_folder.write(pathlib.Path(name), "qwen3_moe", **options)
+      model = transformers.AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32
+      )
+      with torch.no_grad():
+        made = model(torch.tensor(tokens), output_router_logits=True)
+    out[f"logits_{normalize}"] = made.logits.numpy()
+    out[f"balance_{normalize}"] = np.asarray(
+      [
+        modeling_qwen3_moe.load_balancing_loss_func(
+          (layer,), hf["num_experts"], hf["num_experts_per_tok"]
+        )
+        for layer in made.router_logits
+      ]
+    )
+  np.savez_compressed(VALUES / "mixtures.npz", **out)
 
 
 def _greedy(model, ids: list[int], stop: int) -> list[int]:
@@ -94,4 +120,5 @@ def smollm2(path: pathlib.Path) -> None:
 if __name__ == "__main__":
   VALUES.mkdir(exist_ok=True)
   families()
+  mixtures()
   smollm2(pathlib.Path(sys.argv[1]))

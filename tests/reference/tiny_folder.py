@@ -71,6 +71,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "rope_theta": 1000000.0,
   },
 }
+# Besides the families that have one feed-forward layer in each block.
+MIXTURES: dict[str, dict[str, Any]] = {
+  "qwen3_moe": {
+    **_SHAPE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 16,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+  },
+}
 
 
 def shapes(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -92,14 +111,20 @@ def shapes(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     out[at + "self_attn.k_proj.weight"] = (kv_heads * head, width)
     out[at + "self_attn.v_proj.weight"] = (kv_heads * head, width)
     out[at + "self_attn.o_proj.weight"] = (width, heads * head)
-    out[at + "mlp.gate_proj.weight"] = (ff, width)
-    out[at + "mlp.up_proj.weight"] = (ff, width)
-    out[at + "mlp.down_proj.weight"] = (width, ff)
+    parts, size = ["mlp."], ff
+    if hf["model_type"] in MIXTURES:
+      parts = [f"mlp.experts.{e}." for e in range(hf["num_experts"])]
+      size = hf["moe_intermediate_size"]
+      out[at + "mlp.gate.weight"] = (hf["num_experts"], width)
+    for part in parts:
+      out[at + part + "gate_proj.weight"] = (size, width)
+      out[at + part + "up_proj.weight"] = (size, width)
+      out[at + part + "down_proj.weight"] = (width, size)
     if hf["model_type"] == "qwen2":
       out[at + "self_attn.q_proj.bias"] = (heads * head,)
       out[at + "self_attn.k_proj.bias"] = (kv_heads * head,)
       out[at + "self_attn.v_proj.bias"] = (kv_heads * head,)
-    if hf["model_type"] == "qwen3":
+    if hf["model_type"] in ("qwen3", "qwen3_moe"):
       out[at + "self_attn.q_norm.weight"] = (head,)
       out[at + "self_attn.k_norm.weight"] = (head,)
   return out
@@ -155,7 +180,7 @@ def write(
 
   Args:
     folder: made if it is not there.
-    family: "llama", "qwen2" or "qwen3".
+    family: of `FAMILIES` or `MIXTURES`.
     seed: of the weights.
     shards: number of safetensors files; more than one come with an index.
     template: chat template; None leaves it out.
@@ -166,7 +191,12 @@ def write(
     The fields of config.json.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  hf = {**FAMILIES[family], "bos_token_id": 0, "eos_token_id": 2, **options}
+  hf = {
+    **(FAMILIES | MIXTURES)[family],
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    **options,
+  }
   _write_json(folder / "config.json", hf)
   write_weights(folder, arrays(hf, seed), shards)
   byte_tokenizer(bos=bos).save(str(folder / "tokenizer.json"))

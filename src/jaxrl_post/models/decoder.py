@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_post import types
-from jaxrl_post.models import among, scoring, transformer
+from jaxrl_post.models import among, experts, scoring, transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Decoder:
     sharding: how rows and positions of what is scored lie on a mesh; None where
       all are on one device.
     among_rows: what attends among the tokens of a row: see `among.on`.
+    mix: what computes experts: see `experts.on`.
+    balance: coefficient of the loss that balances their load; 0 for none.
   """
 
   config: transformer.Config
@@ -31,6 +33,8 @@ class Decoder:
   chunk: int = 1024
   sharding: jax.sharding.NamedSharding | None = None
   among_rows: among.Among = among.portable
+  mix: experts.Mix = experts.portable
+  balance: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Model:
       what goes in (`layer`). Not of a reference, which has no such pass.
     chunk: tokens whose logits a device has at a time; bounds their memory by
       chunk x vocabulary, whatever the rows.
+    balance: a loss that balances the load of experts; None has none.
   """
 
   path: str | None = None
@@ -54,6 +59,7 @@ class Model:
   dtype: Literal["float32", "bfloat16"] = "float32"
   remat: transformer.Remat = "none"
   chunk: int = 1024
+  balance: experts.Balance | None = None
 
   def __post_init__(self) -> None:
     if (self.path is None) == (self.config is None):
@@ -67,6 +73,25 @@ class Model:
       )
 
 
+def of(model: Model, shape: transformer.Config) -> Decoder:
+  """Returns the decoder of a model whose shape is known, on one device.
+
+  Args:
+    model: the settings.
+    shape: read from its checkpoint, or its own.
+
+  Raises:
+    InputError: experts are to be balanced, and there are none.
+  """
+  balance = 0.0 if model.balance is None else model.balance.coef
+  if balance and shape.experts is None:
+    raise types.InputError(
+      "model.balance: expected none for a model without experts, got "
+      f"coef={balance}. Leave it out."
+    )
+  return Decoder(shape, model.dtype, model.remat, model.chunk, balance=balance)
+
+
 def states(
   decoder: Decoder,
   params: types.Tree,
@@ -75,6 +100,7 @@ def states(
   positions: Int[Array, "B T"],
   segment_ids: Int[Array, "B T"],
   prefix_ids: Int[Array, "B T"] | None = None,
+  routing: Int[Array, "L B T X"] | None = None,
 ) -> Float[Array, "B T D"]:
   """Returns the hidden state behind each token, after the last norm.
 
@@ -85,8 +111,48 @@ def states(
     positions: as in `transformer.forward`, likewise those that follow.
     segment_ids: which tokens are one sequence, or a piece of one.
     prefix_ids: the piece before; None where all are whole.
+    routing: experts of each token, as of `routed`; None lets the router choose.
   """
-  hidden, _ = transformer.forward(
+  return routed(
+    decoder,
+    params,
+    tokens=tokens,
+    positions=positions,
+    segment_ids=segment_ids,
+    prefix_ids=prefix_ids,
+    routing=routing,
+  )[0]
+
+
+def routed(
+  decoder: Decoder,
+  params: types.Tree,
+  *,
+  tokens: Int[Array, "B T"],
+  positions: Int[Array, "B T"],
+  segment_ids: Int[Array, "B T"],
+  prefix_ids: Int[Array, "B T"] | None = None,
+  routing: Int[Array, "L B T X"] | None = None,
+  counted: Float[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T D"], experts.Routed | None]:
+  """Returns hidden states as `states`, and where tokens went.
+
+  Args:
+    decoder: the model.
+    params: weights.
+    tokens: as in `states`, likewise those that follow.
+    positions: likewise.
+    segment_ids: likewise.
+    prefix_ids: likewise.
+    routing: likewise.
+    counted: 1 on tokens that count in the sums; None counts all.
+
+  Returns:
+    Hidden states, and the experts of each token; None without experts.
+  """
+  if counted is None:
+    counted = jnp.ones(tokens.shape, jnp.float32)
+  hidden, (_, told) = transformer.forward(
     params,
     decoder.config,
     tokens,
@@ -94,11 +160,14 @@ def states(
     segment_ids=segment_ids,
     prefix_ids=prefix_ids,
     among_rows=decoder.among_rows,
+    mix=decoder.mix,
+    routing=routing,
+    counted=counted,
     dtype=decoder.dtype,
     remat=decoder.remat,
     sharding=decoder.sharding,
   )
-  return hidden
+  return hidden, told
 
 
 def logprobs(
@@ -119,7 +188,7 @@ def logprobs(
     temperature: that each token was sampled at; 0 counts as 1.
     wanted: which tokens are scored; None for all. What is not wanted costs no
       logits.
-    **places: positions, segment_ids and prefix_ids, as in `states`.
+    **places: positions, segment_ids, prefix_ids and routing, as in `states`.
 
   Returns:
     As `score`.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.models import transformer
+from jaxrl_post.models import experts, transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +38,28 @@ class Tensor:
     layer: index on the leaf's first dim; None for a leaf that is not stacked.
     shape: as stored.
     transpose: stored as [out, in], used as [in, out].
+    expert: index on its second dim; None for a leaf without experts.
   """
 
   leaf: tuple[str, ...]
   layer: int | None
   shape: tuple[int, ...]
   transpose: bool
+  expert: int | None = None
+
+  @property
+  def index(self) -> tuple[int, ...]:
+    """The place of the tensor on the leaf's first dims."""
+    return tuple(i for i in (self.layer, self.expert) if i is not None)
 
   def arrange(self, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns a view of the stored tensor in the leaf's own shape."""
+    """Returns a view of the stored tensor in the shape it has in the leaf."""
     return (stored.T if self.transpose else stored).reshape(shape)
 
 
 # Name in the file, and how many of the leaf's dims a product sums over: they
 # are stored last and used first. 0 is a vector, None is stored as it is used.
+# In place of {} is the number of an expert: each has a tensor of its own.
 _TOP = {
   "embed": ("model.embed_tokens.weight", None),
   "final_norm": ("model.norm.weight", 0),
@@ -72,6 +80,10 @@ _LAYER = {
   "gate": ("mlp.gate_proj.weight", 1),
   "up": ("mlp.up_proj.weight", 1),
   "down": ("mlp.down_proj.weight", 1),
+  "router": ("mlp.gate.weight", 1),
+  "expert_gate": ("mlp.experts.{}.gate_proj.weight", 1),
+  "expert_up": ("mlp.experts.{}.up_proj.weight", 1),
+  "expert_down": ("mlp.experts.{}.down_proj.weight", 1),
 }
 
 
@@ -89,10 +101,12 @@ def tensors(cfg: transformer.Config) -> dict[str, Tensor]:
   spec = transformer.spec(cfg)
   for leaf, weight in spec["layers"].items():
     suffix, summed = _LAYER[leaf]
-    stored = _stored(weight.shape[1:], summed)
+    many = "{}" in suffix
+    stored = _stored(weight.shape[1 + many :], summed)
     for i in range(cfg.num_layers):
-      name = f"model.layers.{i}.{suffix}"
-      table[name] = Tensor(("layers", leaf), i, stored, bool(summed))
+      for expert in range(weight.shape[1]) if many else (None,):
+        name = f"model.layers.{i}.{suffix.format(expert)}"
+        table[name] = Tensor(("layers", leaf), i, stored, bool(summed), expert)
   for leaf in spec.keys() - {"layers"}:
     name, summed = _TOP[leaf]
     stored = _stored(spec[leaf].shape, summed)
@@ -251,3 +265,29 @@ def decoder(
     qk_norm=qk_norm,
     max_positions=_integer(hf, "max_position_embeddings"),
   )
+
+
+def with_experts(
+  hf: Mapping[str, Any], cfg: transformer.Config
+) -> transformer.Config:
+  """Reads the fields of a model that has experts in all of its layers.
+
+  Args:
+    hf: fields of config.json.
+    cfg: what `decoder` reads of them.
+
+  Returns:
+    The shape with experts, and their width in place of that of a layer.
+
+  Raises:
+    InputError: naming a field that is missing or wrong.
+  """
+  # `transformers` 5 writes the second name.
+  old, new = "num_experts", "num_local_experts"
+  mixture = experts.Experts(
+    num=_integer(hf, old if hf.get(new) is None else new),
+    per_token=_integer(hf, "num_experts_per_tok"),
+    normalize=bool(hf.get("norm_topk_prob", False)),
+  )
+  width = _integer(hf, "moe_intermediate_size")
+  return dataclasses.replace(cfg, ff_width=width, experts=mixture)

@@ -75,7 +75,16 @@ def spec(tree: types.Tree) -> types.Tree:
     The same with `Int8` of declarations in place of the matrices of layers.
     Embedding, head, norms and biases are as they were. A scale has the axes of
     its weight's outputs, and so lies on a mesh as they do.
+
+  Raises:
+    InputError: the model has experts.
   """
+  leaves = jax.tree.leaves(tree, is_leaf=_is_weight)
+  if any("experts" in weight.axes for weight in leaves):
+    raise types.InputError(
+      "sampling.dtype: expected float32 or bfloat16 for a mixture of experts, "
+      "got 8 bits. Its experts cannot be quantized here."
+    )
   dims = channels(tree)
   flat, structure = jax.tree.flatten_with_path(tree, is_leaf=_is_weight)
   out = []
@@ -102,13 +111,15 @@ def channels(tree: types.Tree) -> dict[str, tuple[int, ...]]:
 
   Returns:
     Of each matrix of a layer, by its key path as `jax.tree_util.keystr` writes
-    it, the dims that a product with it sums over.
+    it, the dims that a product with it sums over. Experts are left out.
   """
   flat, _ = jax.tree.flatten_with_path(tree, is_leaf=_is_weight)
   return {
     jax.tree_util.keystr(path): _summed(weight)
     for path, weight in flat
-    if weight.fan_in is not None and weight.axes[0] == "layers"
+    if weight.fan_in is not None
+    and weight.axes[0] == "layers"
+    and "experts" not in weight.axes
   }
 
 

@@ -2,9 +2,10 @@
 
 Pre-norm blocks with rotary positions, grouped-query attention and a gated
 feed-forward layer: Llama (Touvron et al. 2023, arXiv 2302.13971), SmolLM2,
-Qwen2.5 (with biases) and Qwen3 (with query and key norms). Layers are stacked
-and scanned. Norms, rotary phases, softmax and log-softmax are float32 in any
-compute dtype. In this file a suffix names the dims: `q_BTNH`.
+Qwen2.5 (with biases) and Qwen3 (with query and key norms, and as a mixture of
+experts). Layers are stacked and scanned. Norms, rotary phases, the router,
+softmax and log-softmax are float32 in any compute dtype. In this file a suffix
+names the dims: `q_BTNH`.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
 from jaxrl_post.models import adapted, among, quantize
+from jaxrl_post.models import experts as mixtures
 from jaxrl_post.models import spec as specs
 
 
@@ -41,7 +43,10 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Shape of a decoder, as its family's file reads it from a checkpoint."""
+  """Shape of a decoder, as its family's file reads it from a checkpoint.
+
+  With `experts`, `ff_width` is that of each expert.
+  """
 
   num_layers: int
   width: int
@@ -57,6 +62,7 @@ class Config:
   qkv_bias: bool = False
   qk_norm: bool = False
   max_positions: int = 8192
+  experts: mixtures.Experts | None = None
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
@@ -90,8 +96,13 @@ Attend: TypeAlias = Callable[
 
 
 _KEPT = {
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  "layer": jax.checkpoint_policies.nothing_saveable,
+  name: jax.checkpoint_policies.save_from_both_policies(
+    policy, jax.checkpoint_policies.save_only_these_names(mixtures.KEPT)
+  )
+  for name, policy in (
+    ("dots", jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    ("layer", jax.checkpoint_policies.nothing_saveable),
+  )
 }
 
 
@@ -116,10 +127,17 @@ def spec(cfg: Config) -> types.Tree:
     "v": layer((d, k, h), ("embed", "kv_heads", "head"), d),
     "o": layer((n, h, d), ("heads", "head", "embed"), n * h),
     "mlp_norm": layer((d,), ("norm",)),
-    "gate": layer((d, f), ("embed", "ff"), d),
-    "up": layer((d, f), ("embed", "ff"), d),
-    "down": layer((f, d), ("ff", "embed"), f),
   }
+  if cfg.experts is None:
+    layers["gate"] = layer((d, f), ("embed", "ff"), d)
+    layers["up"] = layer((d, f), ("embed", "ff"), d)
+    layers["down"] = layer((f, d), ("ff", "embed"), f)
+  else:
+    e, into = cfg.experts.num, ("experts", "embed", "ff")
+    layers["router"] = layer((d, e), ("embed", "experts"), d)
+    layers["expert_gate"] = layer((e, d, f), into, d)
+    layers["expert_up"] = layer((e, d, f), into, d)
+    layers["expert_down"] = layer((e, f, d), ("experts", "ff", "embed"), f)
   if cfg.qkv_bias:
     layers["q_bias"] = layer((n, h), ("heads", "head"), start=0.0)
     layers["k_bias"] = layer((k, h), ("kv_heads", "head"), start=0.0)
@@ -144,7 +162,10 @@ def layer_flops(cfg: Config, keys: int) -> float:
   """
   heads = cfg.head_width * cfg.num_heads
   kv = cfg.head_width * cfg.num_kv_heads
-  weights = cfg.width * (2 * heads + 2 * kv + 3 * cfg.ff_width)
+  ff = 3 * cfg.ff_width
+  if cfg.experts is not None:
+    ff = ff * cfg.experts.per_token + cfg.experts.num
+  weights = cfg.width * (2 * heads + 2 * kv + ff)
   return 2.0 * weights + 4.0 * keys * heads
 
 
@@ -187,6 +208,8 @@ class _Context(NamedTuple):
   sin: jax.Array
   cos: jax.Array
   attend: Attend
+  mix: mixtures.Mix
+  counted: jax.Array | None
 
 
 def _project(
@@ -221,8 +244,9 @@ def _block(
   x: jax.Array,
   w: dict[str, jax.Array],
   ctx: _Context,
-  cache: Any,
-) -> tuple[jax.Array, Any]:
+  kept: tuple[Any, jax.Array | None],
+) -> tuple[jax.Array, tuple[Any, mixtures.Routed | None]]:
+  cache, chosen = kept
   h = _rms_norm(x, w["attn_norm"], cfg.norm_eps)
   q, k, v = (_project(h, w[name], 1) for name in ("q", "k", "v"))
   if cfg.qkv_bias:
@@ -234,8 +258,27 @@ def _block(
   read, cache = ctx.attend(cache, q, k, v)
   x = x + _project(read, w["o"], 2)
   h = _rms_norm(x, w["mlp_norm"], cfg.norm_eps)
-  gated = jax.nn.silu(_project(h, w["gate"], 1)) * _project(h, w["up"], 1)
-  return x + _project(gated, w["down"], 1), cache
+  made, told = _feed_forward(cfg, h, w, ctx, chosen)
+  return x + made, (cache, told)
+
+
+def _feed_forward(
+  cfg: Config,
+  h: jax.Array,
+  w: dict[str, jax.Array],
+  ctx: _Context,
+  chosen: jax.Array | None,
+) -> tuple[jax.Array, mixtures.Routed | None]:
+  """Returns what a layer makes of each token by itself, and who made it."""
+  if cfg.experts is None:
+    gated = jax.nn.silu(_project(h, w["gate"], 1)) * _project(h, w["up"], 1)
+    return _project(gated, w["down"], 1), None
+  names = ("router", "expert_gate", "expert_up", "expert_down")
+  weights = mixtures.Weights(*(w[name] for name in names))
+  made, ids, probs = ctx.mix(cfg.experts, h, weights, chosen)
+  if ctx.counted is None:
+    return made, None
+  return made, mixtures.tell(ids, probs, ctx.counted)
 
 
 def forward(
@@ -249,6 +292,9 @@ def forward(
   cache: Any = None,
   attend: Attend | None = None,
   among_rows: among.Among = among.portable,
+  mix: mixtures.Mix = mixtures.portable,
+  routing: Int[Array, "L B T X"] | None = None,
+  counted: Float[Array, "B T"] | None = None,
   dtype: Literal["float32", "bfloat16"] = "float32",
   remat: Remat = "none",
   sharding: jax.sharding.NamedSharding | None = None,
@@ -272,6 +318,10 @@ def forward(
     attend: attends where a token has keys outside of `tokens`; None for
       attention among them.
     among_rows: what attends among them, see `among.on`.
+    mix: what computes experts, see `experts.on`.
+    routing: the experts of each token, in place of those that the router
+      chooses; their weights are its own.
+    counted: asks where tokens went: 1 on those that count in the sums.
     dtype: compute dtype of matrix products; norms and softmax are float32.
     remat: what of each layer is kept for the backward pass: all that it needs
       ("none"), products with weights ("dots"), or nothing but what goes in
@@ -281,14 +331,17 @@ def forward(
       compiler may as well split the states like the weights, and send those.
 
   Returns:
-    Hidden states after the last norm, and the cache as `attend` left it.
+    Hidden states after the last norm, and the cache as `attend` left it; with
+    `counted` a pair of that and `experts.Routed`, None without experts.
   """
+  if routing is not None and cfg.experts is None:
+    raise ValueError("forward: expected no routing without experts, got one")
   phase = positions[..., None].astype(jnp.float32) * inverse_frequencies(cfg)
   sin, cos = jnp.sin(phase)[:, :, None, :], jnp.cos(phase)[:, :, None, :]
   if attend is None:
     rows = among.places(segment_ids, prefix_ids, tokens.shape)
     attend = _without_cache(among_rows(rows, cfg.head_width, dtype))
-  ctx = _Context(sin, cos, attend)
+  ctx = _Context(sin, cos, attend, mix, counted)
   x = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan)
   x = x.astype(dtype)
 
@@ -298,22 +351,32 @@ def forward(
     return jax.lax.with_sharding_constraint(x, sharding)
 
   def layer(x, xs):
-    weights, cached = xs
+    weights, kept = xs
     weights = {name: _cast(w, dtype) for name, w in weights.items()}
-    return _block(cfg, lay(x), weights, ctx, cached)
+    return _block(cfg, lay(x), weights, ctx, kept)
 
   if remat != "none":
     layer = jax.checkpoint(layer, prevent_cse=False, policy=_KEPT[remat])
   if isinstance(params["layers"], tuple):
     made = []
-    caches = (None,) * cfg.num_layers if cache is None else cache
-    for xs in zip(params["layers"], caches, strict=True):
-      x, cached = layer(x, xs)
-      made.append(cached)
-    cache = None if cache is None else tuple(made)
+    none = (None,) * cfg.num_layers
+    caches, routes = (none if y is None else tuple(y) for y in (cache, routing))
+    pairs = zip(caches, routes, strict=True)
+    for xs in zip(params["layers"], pairs, strict=True):
+      x, found = layer(x, xs)
+      made.append(found)
+    caches, told = zip(*made, strict=True)
+    cache = None if cache is None else caches
+    told = None if told[0] is None else jax.tree.map(_stack, *told)
   else:
-    x, cache = jax.lax.scan(layer, x, (params["layers"], cache))
-  return _rms_norm(lay(x), params["final_norm"], cfg.norm_eps), cache
+    xs = params["layers"], (cache, routing)
+    x, (cache, told) = jax.lax.scan(layer, x, xs)
+  hidden = _rms_norm(lay(x), params["final_norm"], cfg.norm_eps)
+  return hidden, cache if counted is None else (cache, told)
+
+
+def _stack(*layers: jax.Array) -> jax.Array:
+  return jnp.stack(layers)
 
 
 def _without_cache(read: among.Read) -> Attend:

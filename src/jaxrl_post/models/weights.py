@@ -20,12 +20,18 @@ from jaxrl_post.models import (
   llama,
   qwen2,
   qwen3,
+  qwen3_moe,
   safetensors_io,
   transformer,
 )
 
 # `model_type` of a checkpoint to the file of its family.
-_FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+_FAMILIES = {
+  "llama": llama,
+  "qwen2": qwen2,
+  "qwen3": qwen3,
+  "qwen3_moe": qwen3_moe,
+}
 
 # A table that old Llama checkpoints store although it follows from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -136,17 +142,23 @@ def _place(
     for bounds in where
   }
   for name, tensor in tensors.items():
-    layer = tensor.layer
-    rest = shape if layer is None else shape[1:]
-    value = tensor.arrange(entries[name].read(), rest)
-    for bounds, index in where.items():
-      if layer is None:
-        shards[bounds][...] = value[index]
-      elif bounds[0][0] <= layer < bounds[0][1]:
-        shards[bounds][layer - bounds[0][0]] = value[index[1:]]
+    first, size = tensor.index, len(tensor.index)
+    ours = [bounds for bounds in where if _holds(bounds, first)]
+    if not ours:
+      continue
+    value = tensor.arrange(entries[name].read(), shape[size:])
+    for bounds in ours:
+      at = tuple(i - b for i, (b, _) in zip(first, bounds, strict=False))
+      shards[bounds][at] = value[where[bounds][size:]]
   return jax.make_array_from_callback(
     shape, sharding, lambda index: shards[_bounds(index, shape)], dtype=dtype
   )
+
+
+def _holds(bounds: tuple[tuple[int, int], ...], first: tuple[int, ...]) -> bool:
+  """Whether a shard has what is at these places of its first dims."""
+  pairs = zip(first, bounds, strict=False)
+  return all(start <= i < stop for i, (start, stop) in pairs)
 
 
 def _bounds(

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
+from jaxrl_post.models import experts, transformer
 from jaxrl_post.models import spec as specs
-from jaxrl_post.models import transformer
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import (
   attention,
@@ -100,6 +100,12 @@ def compiled(
     shardings = dataclasses.replace(shardings, own=(lie,) * len(shapes.own))
     read_pages = page_kernel.on(mesh, meshes.GENERATION_BATCH, heads)
 
+  # Prompts are read by all devices at once; rows lie apart.
+  reads = dataclasses.replace(decoder, mix=experts.on(mesh, rules, jax.P()))
+  decoder = dataclasses.replace(
+    decoder, mix=experts.on(mesh, rules, jax.P(meshes.GENERATION_BATCH))
+  )
+
   # Closures and not partials: the profiler and errors then show their names.
   def prefill(
     params: types.Tree,
@@ -112,7 +118,7 @@ def compiled(
       params,
       tokens,
       length,
-      decoder=decoder,
+      decoder=reads,
       bucket=bucket,
       temperature=temperature,
     )
@@ -123,7 +129,7 @@ def compiled(
     tokens: jax.Array,
     begin: jax.Array,
   ):
-    return prefixes.extend(params, prefix, tokens, begin, decoder=decoder)
+    return prefixes.extend(params, prefix, tokens, begin, decoder=reads)
 
   def decode(params: types.Tree, state: steps.DecodeState, key: jax.Array):
     return steps.decode(

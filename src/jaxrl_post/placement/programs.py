@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl_post import types
 from jaxrl_post.algos import algorithm
-from jaxrl_post.models import among, quantize, transformer, weights
+from jaxrl_post.models import among, experts, quantize, transformer, weights
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import spec as specs
 from jaxrl_post.placement import bridge, fingerprint, generator, replica
@@ -198,7 +198,8 @@ def placed_on(
   read = among.on(
     lie, rules.get("heads"), backend=among.backend(mesh.devices.flat[0])
   )
-  return dataclasses.replace(decoder, sharding=lie, among_rows=read)
+  mix = experts.on(mesh, rules, lie.spec)
+  return dataclasses.replace(decoder, sharding=lie, among_rows=read, mix=mix)
 
 
 def _merging(

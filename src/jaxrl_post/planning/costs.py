@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from jaxrl_post import types
 from jaxrl_post.data import pack
-from jaxrl_post.models import transformer, weights
+from jaxrl_post.models import experts, transformer, weights
 from jaxrl_post.placement import mesh, settings
 from jaxrl_post.runtime import folder
 
@@ -295,6 +295,10 @@ def _key_cost(model: Mapping[str, Any]) -> float:
   else:
     names = (f.name for f in dataclasses.fields(transformer.Config))
     sizes = {name: given[name] for name in names if name != "rope_scaling"}
+    mixture = sizes["experts"]
+    if mixture is not None:
+      names = (f.name for f in dataclasses.fields(experts.Experts))
+      sizes["experts"] = experts.Experts(**{n: mixture[n] for n in names})
     shape = transformer.Config(**sizes)
   none, one = (transformer.layer_flops(shape, keys) for keys in (0, 1))
   return one / none - 1.0

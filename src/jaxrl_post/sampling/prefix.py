@@ -131,6 +131,7 @@ def extend(
     positions,
     cache=(prefix.k, prefix.v),
     attend=attend,
+    mix=decoder.mix,
     dtype=decoder.dtype,
   )
   place = prefix.length - 1 - begin

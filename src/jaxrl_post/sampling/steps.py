@@ -379,6 +379,7 @@ def decode(
       state.position[:, None],
       cache=tuple(zip(state.own, state.prompt, strict=True)),
       attend=attend,
+      mix=decoder.mix,
       dtype=decoder.dtype,
     )
     picked = pick.pick(

@@ -80,6 +80,30 @@ def each(find: OfRows, batch: types.Batch, num: int) -> Any:
   )
 
 
+def total(find: OfRows, batch: types.Batch, num: int) -> Any:
+  """Adds up something over portions.
+
+  Args:
+    find: rows to arrays that add up.
+    batch: all rows.
+    num: portions; divides B. Those at the end that train no token are left out.
+
+  Returns:
+    The sums of what `find` returns.
+  """
+  if num == 1:
+    return find(batch)
+  portions = split(batch, num)
+
+  def add(number: jax.Array, sums: Any) -> Any:
+    found = find(take(batch, portions, number))
+    return jax.tree.map(jnp.add, sums, found)
+
+  shape = jax.eval_shape(find, take(batch, portions, jnp.zeros((), jnp.int32)))
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
+  return jax.lax.fori_loop(0, _count(portions["loss_mask"]), add, zeros)
+
+
 def accumulate(
   loss_fn: Callable[..., Any],
   weights: types.Tree,

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 from jaxrl_post import types
 from jaxrl_post.algos import algorithm, baselines, sequences
 from jaxrl_post.models import decoder as decoders
+from jaxrl_post.training import balance, diagnostics, portions, trained
 from jaxrl_post.training import critic as critics
-from jaxrl_post.training import diagnostics, portions, trained
 
 
 def init(
@@ -248,11 +248,14 @@ def _update(
   critic = None if algo.critic is None else state.critic
 
   leaves = trained.choose(trains, state.params, state.adapters)
+  loads = balance.load(
+    decoder, trained.weights(trains, state.params, leaves), batch, microbatches
+  )
 
   def loss_fn(weights: types.Tree, part: types.Batch, shares: jax.Array):
     leaves, own = weights
     params = trained.weights(trains, state.params, leaves)
-    hidden = _states(decoder, params, part)
+    hidden, told = balance.routed(decoder, params, part)
     inputs = _loss_inputs(
       algo,
       part,
@@ -268,7 +271,8 @@ def _update(
     apart, most = diagnostics.mismatch(
       inputs, part.policy_versions, state.version
     )
-    sums |= apart
+    even, counts = balance.loss(decoder, told, loads, num_tokens)
+    loss, sums = loss + even, sums | apart | counts
     if algo.critic is not None:
       if algo.critic.model == "own":
         hidden = _states(decoder, own, part)
@@ -280,7 +284,7 @@ def _update(
   (grads, own), sums, most = portions.accumulate(
     loss_fn, weights, batch, shares, microbatches
   )
-  metrics = diagnostics.whole(sums, most)
+  metrics = balance.whole(diagnostics.whole(sums, most), num_tokens)
   norm = optax.tree.norm(grads)
   # A NaN that a comparison swallowed leaves the gradient finite, but not the
   # loss.
