@@ -7,8 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
-import math
 import os
 import pathlib
 import sys
@@ -18,8 +16,16 @@ from collections.abc import Callable, Sequence
 import jax
 from absl import app, flags, logging
 
-from jaxrl_post import collect, config, loop, prepare, roles, serve, types
-from jaxrl_post.envs import pass_at_k
+from jaxrl_post import (
+  collect,
+  config,
+  export,
+  loop,
+  prepare,
+  roles,
+  serve,
+  types,
+)
 from jaxrl_post.planning import costs, table
 from jaxrl_post.planning import plan as planning
 from jaxrl_post.runtime import (
@@ -49,11 +55,12 @@ _WORKDIR = flags.DEFINE_string(
 _MODE = flags.DEFINE_enum(
   "mode",
   "train",
-  ["train", "eval", "rollout", "serve", "compile", "dry_run"]
+  ["train", "eval", "rollout", "serve", "export", "compile", "dry_run"]
   + ["report", "compare", "plan"],
   "train; eval tests the newest checkpoint of --workdir, or the first weights "
   "without it; rollout samples and scores num_steps batches with them, trains "
   "none, and writes a dump; serve answers requests over gRPC with them; "
+  "export writes a checkpoint as a Hugging Face folder; "
   "compile compiles all steps for --topology and says what they take; "
   "dry_run only checks and prints; report RUN [EARLIER] diagnoses a finished "
   "run, by its folder, and writes report.html there; compare A B [C...] says "
@@ -123,6 +130,8 @@ _DISTRIBUTED = flags.DEFINE_enum(
   "always lets JAX ask the launcher; off is one process.",
 )
 
+flags.adopt_module_key_flags(export)
+
 # Modes that read finished runs: least and most folders, and what is printed.
 _READERS: dict[
   str, tuple[int, int | None, Callable[[Sequence[pathlib.Path]], str]]
@@ -184,6 +193,7 @@ def _check_flags() -> None:
     (_TOPOLOGY, ("compile",)),
     (_PLAN, ("plan", "train")),
     (_DEVICES, ("plan",)),
+    *((flag, ("export",)) for flag in export.FLAGS),
     *((flag, _RUNS) for flag in (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)),
   ):
     if flag.value is not None and _MODE.value not in modes:
@@ -236,6 +246,8 @@ def _run(stopper: signals.Stopper, watch: writers.Watch) -> int:
     serve.check(cfg)
   if _MODE.value == "compile":
     return _compile(cfg)
+  if _MODE.value == "export":
+    return export.main(cfg, _WORKDIR.value)
   if cfg.placement.cpu_devices is not None:
     jax.config.update("jax_num_cpu_devices", cfg.placement.cpu_devices)
   with contextlib.ExitStack() as stack:
@@ -381,10 +393,7 @@ def _eval(hosts: hosts_lib.Hosts, cfg: config.Run, parts: prepare.Parts) -> int:
     names = (*config.may_change(cfg), "evaluation", "data.held_out")
     path = folder.find_folder(_WORKDIR.value, config.to_json(cfg), names)
   step, values = loop.test_newest(cfg, parts, path, hosts)
-  _say(hosts, pass_at_k.table(values))
-  # JSON has no NaN, which there is where nothing could be averaged.
-  finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
-  _say(hosts, json.dumps({"step": step, **finite}, sort_keys=True))
+  _say(hosts, summary.tested(step, values))
   return 0
 
 

@@ -14,7 +14,7 @@ LEVELS = (
   ("placement",),
   ("config", "standalone"),
   ("prepare", "record"),
-  ("roles",),
+  ("export", "roles"),
   ("generation",),
   ("loop",),
   ("collect", "serve", "planning"),

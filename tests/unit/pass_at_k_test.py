@@ -1,6 +1,7 @@
 """pass@k, majority vote and their intervals, against counting by hand."""
 
 import itertools
+import json
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from jaxrl_post import types
 from jaxrl_post.envs import evaluate, pass_at_k
+from jaxrl_post.runtime import summary
 
 
 def rollout(text: str, reward: float) -> types.Rollout:
@@ -103,8 +105,10 @@ def test_metrics_are_means_over_prompts():
   for name in ("pass@1", "pass@2", "pass@4", "majority@4"):
     assert found[f"{name}_low"] < found[name] < found[f"{name}_high"]
   assert len(found) == 12
-  shown = pass_at_k.table({f"eval/{k}": v for k, v in found.items()})
-  assert len(shown.splitlines()) == 4
+  shown = summary.tested(7, {f"eval/{k}": v for k, v in found.items()})
+  assert len(shown.splitlines()) == 5
+  last = json.loads(shown.splitlines()[-1])
+  assert last == {"step": 7} | {f"eval/{k}": v for k, v in found.items()}
   assert "pass@1                                 0.25  (" in shown
 
 

@@ -270,6 +270,51 @@ def test_each_tensor_is_read_once_into_its_shards(tmp_path, monkeypatch):
   assert all(jax.tree.leaves(same))
 
 
+class Watched(np.ndarray):
+  """Notes how many numbers are taken out of it."""
+
+  taken = 0
+
+  def __getitem__(self, index):
+    part = super().__getitem__(index)
+    Watched.taken += part.size
+    return part
+
+
+def test_a_process_reads_no_more_than_its_devices_hold(tmp_path, monkeypatch):
+  """As one of four does, of a leaf that is split and of one split by layers."""
+  path = folder_of(tmp_path, num_hidden_layers=4)
+  cfg = weights.read_config(path)
+  whole = weights.read_params(path, cfg)
+  entries = {
+    name: hf_format.Entry(
+      entry.shape, lambda entry=entry: entry.read().view(Watched)
+    )
+    for name, entry in weights.safetensors_io.entries(
+      pathlib.Path(path)
+    ).items()
+  }
+  table = hf_format.tensors(cfg)
+  for leaf, index in (
+    ("gate", (slice(None), slice(12, 24), slice(None))),
+    ("down", (slice(None), slice(None), slice(36, 48))),
+    ("q", (slice(2, 3), slice(None), slice(None), slice(None))),
+  ):
+    monkeypatch.setattr(Watched, "taken", 0)
+    tensors = {k: t for k, t in table.items() if t.leaf == ("layers", leaf)}
+    expected = np.asarray(whole["layers"][leaf])
+    bounds = weights._bounds(index, expected.shape)
+    shards = weights._read_shards(
+      entries,
+      tensors,
+      expected.shape,
+      {bounds: index},
+      dtype=np.dtype("float32"),
+    )
+    np.testing.assert_array_equal(shards[bounds], expected[index])
+    assert Watched.taken == expected.size / 4
+
+
 def test_layers_may_be_split_between_devices(tmp_path):
   path = folder_of(tmp_path, num_hidden_layers=4)
   whole = read(path)
@@ -326,10 +371,10 @@ def test_tensors_that_do_not_match_are_refused_by_name(tmp_path):
     read(path)
   bias = "model.layers.1.self_attn.q_proj.bias"
   rewrite(path, **{bias: np.zeros(48, np.float32)})
-  with refused(f"got {bias}"):
+  with refused(f"got '{bias}'"):
     read(path)
   rewrite(path, **{name: np.zeros((80, 48), np.int8)})
-  with refused(f"expected {name} as one of .*, got I8"):
+  with refused(f"expected '{name}' as one of .*, got I8"):
     read(path)
 
 
@@ -397,56 +442,15 @@ def test_c110_a_tied_head_has_the_gradient_of_both_uses(tmp_path):
   assert slope == pytest.approx(float(grad["embed"][row, column]), rel=1e-3)
 
 
-def test_pickles_are_refused_and_never_opened(tmp_path):
-  path = pathlib.Path(folder_of(tmp_path))
-  (path / "model.safetensors").rename(path / "pytorch_model.bin")
-  with refused("got pytorch_model.bin, a pickle"):
-    read(str(path))
-  (path / "pytorch_model.bin").unlink()
-  with refused("got no weights"):
-    read(str(path))
-
-
-@pytest.mark.parametrize("left", [0, 4, 100, -3])
-def test_a_truncated_file_is_refused_in_one_line(tmp_path, left):
-  path = pathlib.Path(folder_of(tmp_path))
-  file = path / "model.safetensors"
-  file.write_bytes(file.read_bytes()[:left])
-  with refused("expected a whole safetensors file") as caught:
-    read(str(path))
-  assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-  "name", ["../stolen.safetensors", "/etc/passwd", "..", "a\\b", "", 3]
-)
-def test_an_index_that_names_files_elsewhere_is_refused(tmp_path, name):
-  path = pathlib.Path(folder_of(tmp_path, shards=2))
-  (tmp_path / "stolen.safetensors").write_bytes(
-    next(path.glob("*.safetensors")).read_bytes()
-  )
-  index = path / "model.safetensors.index.json"
-  where = json.loads(index.read_text())
-  where["weight_map"]["model.norm.weight"] = name
-  index.write_text(json.dumps(where))
-  with refused("expected names of files in its own folder"):
-    read(str(path))
-
-
 def test_a_shard_that_is_missing_or_repeats_a_tensor_is_refused(tmp_path):
   path = pathlib.Path(folder_of(tmp_path, shards=2))
   first, second = sorted(path.glob("model-*.safetensors"))
-  second_bytes = second.read_bytes()
   second.write_bytes(first.read_bytes())
   with refused("expected each tensor once, got"):
     read(str(path))
   second.unlink()
   with refused(second.name):
     read(str(path))
-  target = tmp_path / "blob"  # As in the hub's cache: a link out is fine.
-  target.write_bytes(second_bytes)
-  second.symlink_to(target)
-  assert read(str(path))["embed"].shape == (264, 48)
 
 
 def test_the_path_of_smollm2_is_its_file_or_the_command_that_brings_it(

@@ -86,6 +86,36 @@ class Dataset:
   held_out: Mapping[str, prompts.Prompts]
 
 
+def tokenizer_of(
+  cfg: Data, *, model_path: str | None, vocab_size: int
+) -> tokenizer.Tokenizer:
+  """Reads or makes the tokenizer of a run.
+
+  Args:
+    cfg: says which one.
+    model_path: whose tokenizer to take by default.
+    vocab_size: rows of the model's embedding table.
+
+  Returns:
+    The tokenizer; every id of it is below `vocab_size`.
+
+  Raises:
+    InputError: there is none, it is malformed, or has ids that the model lacks.
+  """
+  path = cfg.tokenizer or model_path
+  if cfg.alphabet is not None:
+    encoder = tokenizer.characters(cfg.alphabet)
+  elif path is not None:
+    encoder = tokenizer.load(path)
+  else:
+    raise types.InputError(
+      "data.tokenizer: expected a folder, a GGUF file or data.alphabet for a "
+      "model that is drawn at random, got none. Set one of them."
+    )
+  tokenizer.check_vocab(encoder, vocab_size)
+  return encoder
+
+
 def load(
   cfg: Data, *, model_path: str | None, vocab_size: int, seed: int
 ) -> Dataset:
@@ -104,17 +134,7 @@ def load(
     InputError: a file is missing or malformed, no tokenizer is given, or it
       has ids that the model lacks.
   """
-  path = cfg.tokenizer or model_path
-  if cfg.alphabet is not None:
-    encoder = tokenizer.characters(cfg.alphabet)
-  elif path is not None:
-    encoder = tokenizer.load(path)
-  else:
-    raise types.InputError(
-      "data.tokenizer: expected a folder, a GGUF file or data.alphabet for a "
-      "model that is drawn at random, got none. Set one of them."
-    )
-  tokenizer.check_vocab(encoder, vocab_size)
+  encoder = tokenizer_of(cfg, model_path=model_path, vocab_size=vocab_size)
   train = prompts.load(
     cfg.train,
     encoder,

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxrl_post import types
 
@@ -156,22 +156,3 @@ def _answer(samples: Samples, rollout: types.Rollout) -> str | None:
       f"{found!r}"
     )
   return found
-
-
-def table(values: Mapping[str, float]) -> str:
-  """Writes metrics of an evaluation for people.
-
-  Args:
-    values: by their names, `eval/` and that of a set before them.
-
-  Returns:
-    A line each: its name and its value, and its interval where it has one.
-  """
-  lines = []
-  for name, value in sorted(values.items()):
-    if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in values:
-      continue
-    ends = [values.get(f"{name}_{end}") for end in ("low", "high")]
-    span = "" if None in ends else "  ({:.3f} to {:.3f})".format(*ends)
-    lines.append(f"{name.removeprefix('eval/'):32} {value:10.4g}{span}")
-  return "\n".join(lines)

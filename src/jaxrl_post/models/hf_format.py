@@ -22,7 +22,7 @@ class Entry:
 
   Attributes:
     shape: as stored.
-    read: reads it from disk; a new array every time.
+    read: returns it; its numbers come from the disk as they are looked at.
   """
 
   shape: tuple[int, ...]
@@ -55,6 +55,13 @@ class Tensor:
   def arrange(self, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Returns a view of the stored tensor in the shape it has in the leaf."""
     return (stored.T if self.transpose else stored).reshape(shape)
+
+  def restore(self, leaf: np.ndarray) -> np.ndarray:
+    """Returns the tensor as it is stored, out of the whole leaf."""
+    value = leaf[self.index]
+    if not self.transpose:
+      return value.reshape(self.shape)
+    return value.reshape(self.shape[::-1]).T
 
 
 # Name in the file, and how many of the leaf's dims a product sums over: they
@@ -133,9 +140,13 @@ def only(hf: Mapping[str, Any], name: str, *allowed: object) -> None:
 def refusal(name: str, rule: str, value: object) -> types.InputError:
   """Returns the error for a field of a checkpoint's config."""
   return types.InputError(
-    f"checkpoint.{name}: expected {rule}, got {value!r}. This model cannot be "
-    "computed here: take another checkpoint."
+    f"checkpoint.{name}: expected {rule}, got {value!r:.100}. This model "
+    "cannot be computed here: take another checkpoint."
   )
+
+
+# Largest size, and most layers, that are no mistake.
+_MOST, _MOST_LAYERS = 2**31 - 1, 10_000
 
 
 def _number(
@@ -159,8 +170,8 @@ def _integer(
   place: str = "",
 ) -> int:
   value = _number(hf, name, default, place)
-  if value != int(value):
-    raise refusal(place + name, "a whole number", value)
+  if value != int(value) or value > _MOST:
+    raise refusal(place + name, f"a whole number up to {_MOST}", value)
   return int(value)
 
 
@@ -218,6 +229,16 @@ def _refuse_sliding_window(hf: Mapping[str, Any], num_layers: int) -> None:
     only(hf, "use_sliding_window", False, None)
 
 
+# What a field is, where there is one.
+_KINDS = (
+  ("rope_scaling", Mapping, "an object"),
+  ("rope_parameters", Mapping, "an object"),
+  ("layer_types", list, "a list"),
+  ("max_window_layers", int, "a whole number"),
+  ("tie_word_embeddings", bool, "true or false"),
+)
+
+
 def decoder(
   hf: Mapping[str, Any],
   *,
@@ -240,9 +261,15 @@ def decoder(
   Raises:
     InputError: naming a field that is missing, wrong or not supported.
   """
+  for name, kind, rule in _KINDS:
+    if not isinstance(hf.get(name), kind | None):
+      raise refusal(name, rule, hf[name])
   only(hf, "hidden_act", "silu", None)
   only(hf, "quantization_config", None)
   num_layers = _integer(hf, "num_hidden_layers")
+  if num_layers > _MOST_LAYERS:
+    rule = f"at most {_MOST_LAYERS}"
+    raise refusal("num_hidden_layers", rule, num_layers)
   _refuse_sliding_window(hf, num_layers)
   width = _integer(hf, "hidden_size")
   num_heads = _integer(hf, "num_attention_heads")
@@ -291,3 +318,45 @@ def with_experts(
   )
   width = _integer(hf, "moe_intermediate_size")
   return dataclasses.replace(cfg, ff_width=width, experts=mixture)
+
+
+def fields(
+  cfg: transformer.Config, model_type: str, architecture: str
+) -> dict[str, Any]:
+  """Writes the fields that all families have: the inverse of `decoder`.
+
+  Args:
+    cfg: the shape.
+    model_type: of the family.
+    architecture: its class in `transformers`.
+
+  Returns:
+    Fields of config.json. Rotary positions are in the older spelling, which
+    newer releases of `transformers` read as well.
+  """
+  scaling, rope = cfg.rope_scaling, None
+  if scaling is not None:
+    rope = {
+      "rope_type": "llama3",
+      "factor": scaling.factor,
+      "low_freq_factor": scaling.low_factor,
+      "high_freq_factor": scaling.high_factor,
+      "original_max_position_embeddings": scaling.original_positions,
+    }
+  return {
+    "architectures": [architecture],
+    "model_type": model_type,
+    "head_dim": cfg.head_width,
+    "hidden_act": "silu",
+    "hidden_size": cfg.width,
+    "intermediate_size": cfg.ff_width,
+    "max_position_embeddings": cfg.max_positions,
+    "num_attention_heads": cfg.num_heads,
+    "num_hidden_layers": cfg.num_layers,
+    "num_key_value_heads": cfg.num_kv_heads,
+    "rms_norm_eps": cfg.norm_eps,
+    "rope_scaling": rope,
+    "rope_theta": cfg.rope_theta,
+    "tie_word_embeddings": cfg.tie_embeddings,
+    "vocab_size": cfg.vocab_size,
+  }

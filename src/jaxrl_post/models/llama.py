@@ -17,3 +17,8 @@ def config(hf: Mapping[str, Any]) -> transformer.Config:
   hf_format.only(hf, "attention_bias", False, None)
   hf_format.only(hf, "mlp_bias", False, None)
   return hf_format.decoder(hf)
+
+
+def hf_config(cfg: transformer.Config) -> dict[str, Any]:
+  """Writes the fields of config.json: the inverse of `config`."""
+  return hf_format.fields(cfg, "llama", ARCHITECTURE)

@@ -15,3 +15,8 @@ def config(hf: Mapping[str, Any]) -> transformer.Config:
     InputError: naming a field that is missing, wrong or not supported.
   """
   return hf_format.decoder(hf, qkv_bias=True)
+
+
+def hf_config(cfg: transformer.Config) -> dict[str, Any]:
+  """Writes the fields of config.json: the inverse of `config`."""
+  return hf_format.fields(cfg, "qwen2", ARCHITECTURE)

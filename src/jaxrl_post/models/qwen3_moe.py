@@ -19,3 +19,19 @@ def config(hf: Mapping[str, Any]) -> transformer.Config:
   hf_format.only(hf, "decoder_sparse_step", 1, None)
   hf_format.only(hf, "mlp_only_layers", [], None)
   return hf_format.with_experts(hf, hf_format.decoder(hf, qk_norm=True))
+
+
+def hf_config(cfg: transformer.Config) -> dict[str, Any]:
+  """Writes the fields of config.json: the inverse of `config`."""
+  hf = hf_format.fields(cfg, "qwen3_moe", ARCHITECTURE)
+  mixture = cfg.experts
+  if mixture is None:
+    return hf
+  return hf | {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": cfg.ff_width,
+    "norm_topk_prob": mixture.normalize,
+    "num_experts": mixture.num,
+    "num_experts_per_tok": mixture.per_token,
+  }

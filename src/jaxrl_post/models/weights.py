@@ -1,14 +1,16 @@
 """Weights in: a Hugging Face folder or a GGUF file to a parameter tree.
 
-Each tensor is read once, and one leaf at a time is on the host. Anything that
-does not match the model is refused by name before the first tensor is read.
+One leaf at a time is on the host, and of a folder only what the devices of this
+process hold is read. Anything that does not match the model is refused by name
+before the first tensor is read.
 """
 
 import importlib.util
+import math
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -33,6 +35,9 @@ _FAMILIES = {
   "qwen3_moe": qwen3_moe,
 }
 
+# Where XLA on CPU takes an array to begin, in bytes.
+_ALIGN = 64
+
 # A table that old Llama checkpoints store although it follows from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -45,6 +50,29 @@ def _is_gguf(path: pathlib.Path) -> bool:
   raise types.InputError(
     f"model.path: expected a folder with config.json or a .gguf file, got "
     f"{str(path)!r}. Correct the path."
+  )
+
+
+def hf_config(cfg: transformer.Config) -> dict[str, Any]:
+  """Writes what config.json of a model of this shape says.
+
+  Returns:
+    The fields that `read_config` makes the same shape of.
+
+  Raises:
+    InputError: no family has such a shape.
+  """
+  for family in _FAMILIES.values():
+    hf = family.hf_config(cfg)
+    try:
+      found = family.config(hf)
+    except types.InputError:  # A family without experts, or with nothing else.
+      continue
+    if found == cfg:
+      return hf
+  raise types.InputError(
+    f"model.config: expected the shape of one of {', '.join(_FAMILIES)}, got "
+    f"{cfg}. No checkpoint can say what it is."
   )
 
 
@@ -121,8 +149,9 @@ def _check(
   for name in entries.keys() - table.keys() - spare:
     if not _DERIVED.fullmatch(name):
       raise types.InputError(
-        f"{path}: expected no tensor besides those of the model, got {name}. "
-        "This model cannot be computed here: take another checkpoint."
+        f"{path}: expected no tensor besides those of the model, got "
+        f"{name!r:.100}. This model cannot be computed here: take another "
+        "checkpoint."
       )
 
 
@@ -133,12 +162,29 @@ def _place(
   sharding: jax.sharding.Sharding,
   dtype: np.dtype,
 ) -> jax.Array:
-  """Reads one leaf: each tensor once, into the shards this process holds."""
+  """Makes one leaf of the shards that this process holds."""
   local = sharding.addressable_devices_indices_map(shape).values()
   where = {_bounds(index, shape): index or () for index in local}
-  # Never written to after they are handed over: on CPU, JAX does not copy.
+  shards = _read_shards(entries, tensors, shape, where, dtype=dtype)
+  return jax.make_array_from_callback(
+    shape, sharding, lambda index: shards[_bounds(index, shape)], dtype=dtype
+  )
+
+
+_Bounds: TypeAlias = tuple[tuple[int, int], ...]
+
+
+def _read_shards(
+  entries: Mapping[str, hf_format.Entry],
+  tensors: Mapping[str, hf_format.Tensor],
+  shape: tuple[int, ...],
+  where: Mapping[_Bounds, tuple[slice, ...]],
+  *,
+  dtype: np.dtype,
+) -> dict[_Bounds, np.ndarray]:
+  """Reads shards of a leaf, and no number that is in none of them."""
   shards = {
-    bounds: np.empty([stop - start for start, stop in bounds], dtype)
+    bounds: _empty([stop - start for start, stop in bounds], dtype)
     for bounds in where
   }
   for name, tensor in tensors.items():
@@ -150,20 +196,27 @@ def _place(
     for bounds in ours:
       at = tuple(i - b for i, (b, _) in zip(first, bounds, strict=False))
       shards[bounds][at] = value[where[bounds][size:]]
-  return jax.make_array_from_callback(
-    shape, sharding, lambda index: shards[_bounds(index, shape)], dtype=dtype
-  )
+  return shards
 
 
-def _holds(bounds: tuple[tuple[int, int], ...], first: tuple[int, ...]) -> bool:
+def _empty(shape: list[int], dtype: np.dtype) -> np.ndarray:
+  """Makes an array that becomes one of JAX on CPU without a copy.
+
+  It must not be written to once it has.
+  """
+  size = math.prod(shape) * dtype.itemsize
+  raw = np.empty(size + _ALIGN, np.uint8)
+  start = -raw.ctypes.data % _ALIGN
+  return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _holds(bounds: _Bounds, first: tuple[int, ...]) -> bool:
   """Whether a shard has what is at these places of its first dims."""
   pairs = zip(first, bounds, strict=False)
   return all(start <= i < stop for i, (start, stop) in pairs)
 
 
-def _bounds(
-  index: tuple[slice, ...] | None, shape: tuple[int, ...]
-) -> tuple[tuple[int, int], ...]:
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
   """Returns where a shard begins and ends, in each dim."""
   index = index or (slice(None),) * len(shape)
   ranges = [i.indices(n) for i, n in zip(index, shape, strict=True)]

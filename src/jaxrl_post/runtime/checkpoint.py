@@ -28,7 +28,7 @@ from jaxrl_post import types
 from jaxrl_post.runtime import folder as folder_lib
 from jaxrl_post.runtime import manifest as manifests
 
-_STATE = "state"
+STATE = "state"
 _META = "meta.json"
 # Longest wait for a save, in seconds; and how long one may keep the trainer
 # waiting before that is said.
@@ -204,10 +204,10 @@ class Store:
         _delete(path)
         path.mkdir()
       with self._launching():
-        response = ocp.save_async(str(path / _STATE), state)
+        response = ocp.save_async(str(path / STATE), state)
     except _DISK as error:
       raise self._failure(step, error) from error
-    self._start(step, response, path, content, _describe(state))
+    self._start(step, response, path, content, describe(state))
 
   def check(self) -> None:
     """Looks whether the running save has failed; does not wait for it.
@@ -251,7 +251,7 @@ class Store:
   def _newest(self) -> int | None:
     """Returns the newest step that is whole; warns of others on the way."""
     damaged = []
-    for step in sorted(_steps(self._folder), reverse=True):
+    for step in sorted(steps(self._folder), reverse=True):
       path = self._folder / str(step)
       fault = manifests.fault(path)
       if fault is None:
@@ -290,8 +290,8 @@ class Store:
     self, path: pathlib.Path, step: int, abstract_state: types.Tree
   ) -> Restored:
     manifest = manifests.read(path)
-    _check_leaves(path, manifest.leaves, _describe(abstract_state))
-    state = ocp.load(str(path / _STATE), abstract_state)
+    check_leaves(path, manifest.leaves, describe(abstract_state))
+    state = ocp.load(str(path / STATE), abstract_state)
     meta = json.loads((path / _META).read_text(encoding="utf-8"))
     files = {
       name: (path / name).read_bytes()
@@ -389,7 +389,7 @@ class Store:
 
   def _prune(self, step: int) -> None:
     """Deletes what is older than a complete checkpoint and not to be kept."""
-    older = sorted(s for s in _steps(self._folder) if s <= step)
+    older = sorted(s for s in steps(self._folder) if s <= step)
     complete = [s for s in self._complete() if s <= step]
     kept = {*complete[-self._cfg.keep :], *self._best(complete)}
     if self._cfg.keep_every:
@@ -401,7 +401,7 @@ class Store:
     """Returns the steps that are saved, in order."""
     return [
       s
-      for s in sorted(_steps(self._folder))
+      for s in sorted(steps(self._folder))
       if s not in self._damaged
       and (self._folder / str(s) / manifests.NAME).exists()
     ]
@@ -429,12 +429,13 @@ def _metric(path: pathlib.Path, name: str) -> float | None:
 def _copies(files: Mapping[str, bytes]) -> dict[str, bytes]:
   for name in files:
     plain = name == os.path.basename(name) and not name.startswith(".")
-    if not plain or name in ("", _STATE, _META, manifests.NAME):
+    if not plain or name in ("", STATE, _META, manifests.NAME):
       raise ValueError(f"checkpoint: expected the name of a file, got {name!r}")
   return {name: bytes(data) for name, data in files.items()}
 
 
-def _steps(folder: pathlib.Path) -> list[int]:
+def steps(folder: pathlib.Path) -> list[int]:
+  """Returns the steps that have a folder, whole or not."""
   return [
     int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir()
   ]
@@ -447,7 +448,8 @@ def _delete(path: pathlib.Path) -> None:
     shutil.rmtree(path)
 
 
-def _describe(tree: types.Tree) -> dict[str, str]:
+def describe(tree: types.Tree) -> dict[str, str]:
+  """Returns dtype and shape of each array, by its place in the tree."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {
     jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
@@ -455,9 +457,10 @@ def _describe(tree: types.Tree) -> dict[str, str]:
   }
 
 
-def _check_leaves(
+def check_leaves(
   path: pathlib.Path, stored: Mapping[str, str], asked: Mapping[str, str]
 ) -> None:
+  """Refuses to read one tree as another: see `describe`."""
   # Orbax would cast or cut without a word.
   for name in sorted(stored.keys() | asked.keys()):
     have, want = (

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxrl_post.runtime import history, log, progress
 
@@ -70,3 +70,27 @@ def text(rows: Sequence[history.Row]) -> str:
     facts["skipped"] = f"updates of {bad} of {len(steps)} steps: not finite"
   lines += [f"{label:<24} {fact}" for label, fact in facts.items()]
   return "\n".join(lines)
+
+
+def tested(step: int, values: Mapping[str, float]) -> str:
+  """Writes an evaluation, for people and for programs.
+
+  Args:
+    step: batches that the weights were trained on.
+    values: metrics, their names with `eval/`, and that of a set, before them.
+
+  Returns:
+    A line for each metric, with its interval where it has one; the last line is
+    all of it as JSON, with null for what is not a number.
+  """
+  lines = []
+  for name, value in sorted(values.items()):
+    if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in values:
+      continue
+    ends = [values.get(f"{name}_{end}") for end in ("low", "high")]
+    span = "" if None in ends else "  ({:.3f} to {:.3f})".format(*ends)
+    lines.append(f"{name.removeprefix('eval/'):32} {value:10.4g}{span}")
+  # JSON has no NaN, which there is where nothing could be averaged.
+  finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
+  last = json.dumps({"step": step, **finite}, sort_keys=True)
+  return "\n".join([*lines, last])
