@@ -17,7 +17,7 @@ from jaxrl_post.models import export, hf_format, transformer, weights
 from jaxrl_post.training import lora
 from tests.reference import tiny_folder
 
-FAMILIES = sorted(tiny_folder.FAMILIES)
+SHAPES = {**tiny_folder.FAMILIES, **tiny_folder.MIXTURES}
 LORA = lora.Lora(rank=2, alpha=6.0, targets=("q", "o", "down"))
 
 
@@ -54,7 +54,7 @@ def assert_same(one: types.Tree, other: types.Tree) -> None:
 # ------------------------------------------------------------------- weights
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(SHAPES))
 @pytest.mark.parametrize("shards", [1, 3])
 def test_what_is_read_back_is_what_was_there_bit_for_bit(
   tmp_path, family, shards
@@ -64,7 +64,7 @@ def test_what_is_read_back_is_what_was_there_bit_for_bit(
   assert written(made, cfg, params) == ["model.safetensors"]
   assert weights.read_config(str(made)) == cfg
   assert_same(weights.read_params(str(made), cfg), params)
-  assert_same(stored(made), tiny_folder.arrays(tiny_folder.FAMILIES[family], 5))
+  assert_same(stored(made), tiny_folder.arrays(SHAPES[family], 5))
 
 
 @pytest.mark.parametrize("tied", [False, True])
