@@ -8,7 +8,7 @@ PACKAGE = ROOT / "src" / "jaxrl_post"
 
 # A file may import from the levels above its own line, never from its own.
 LEVELS = (
-  ("types",),
+  ("types", "gguf_header"),
   ("algos", "models", "rewards", "data", "runtime"),
   ("sampling", "training", "envs"),
   ("placement",),

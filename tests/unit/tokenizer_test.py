@@ -1,5 +1,6 @@
 """Ids and text: one story, one begin token, every end token."""
 
+import dataclasses
 import json
 import pathlib
 import pickle
@@ -8,8 +9,10 @@ import gguf
 import pytest
 import tokenizers as hf_tokenizers
 
-from jaxrl_post import types
-from jaxrl_post.data import tokenizer
+from jaxrl_post import gguf_header, types
+from jaxrl_post.data import prompts, tokenizer
+from jaxrl_post.envs import single_turn
+from jaxrl_post.runtime import dump
 from tests.reference import tiny_folder
 
 USER = {"role": "user", "content": "hi"}
@@ -70,6 +73,35 @@ def test_c105_half_a_character_does_not_raise(tmp_path):
   assert tok.decode(ids[:3]) == "é\ufffd"
 
 
+def test_c105_samples_on_disk_match_ids_and_logprobs_one_by_one(tmp_path):
+  tok = load(folder_of(tmp_path))
+  env = single_turn.SingleTurn(
+    2, types.SamplingParams(stop_ids=tok.eos_ids), tok.decode
+  )
+  asked = types.Prompt(uid=4, tokens=(65,), text="p", reference=None)
+  half = tok.encode("é🙂")[:3]
+  made = [
+    types.Completion(
+      uid=8 + i,
+      tokens=ids,
+      logprobs=tuple(-float(j + 1) for j in range(len(ids))),
+      versions=(0,) * len(ids),
+      finish="stop" if ids[-1] == 2 else "length",
+    )
+    for i, ids in enumerate([(BYTES["A"], 2), half])
+  ]
+  group = types.Group(
+    prompt=asked, rollouts=tuple(env.rollout(asked, one) for one in made)
+  )
+  assert [one.text for one in group.rollouts] == ["A", "é\ufffd"]
+  dump.write(tmp_path / "1", [group], {})
+  (found,) = dump.read(tmp_path / "1")
+  for one, completion in zip(found.rollouts, made, strict=True):
+    assert one.completion.tokens == completion.tokens
+    assert one.completion.logprobs == completion.logprobs
+    assert len(one.completion.tokens) == len(one.completion.logprobs)
+
+
 def test_settings_left_by_training_cut_and_pad_nothing(tmp_path):
   backend = tiny_folder.byte_tokenizer()
   backend.enable_truncation(4)
@@ -114,6 +146,36 @@ def test_c103_exactly_one_begin_token_on_every_path(tmp_path, bos, setting):
     assert tok.prompt_ids(BOS + "hi") == ((0, *hi), BOS + "hi")
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_c103_training_evaluation_and_raw_prompts_agree(tmp_path, place):
+  # Any token may be the begin token, and the data may hold it already.
+  token = tiny_folder.byte_tokenizer().id_to_token(place)
+  folder_of(tmp_path, bos_token=token, add_bos_token=True, chat_template=PLAIN)
+  tok = load(tmp_path)
+  shown = tok.decode((place,), skip_special=False)
+  prompts_of = [
+    types.Example(prompt=prompt, reference=None)
+    for prompt in ("hi", shown + "hi", shown * 3 + "hi", (USER,))
+  ]
+  source = _Examples(tuple(prompts_of))
+  train = prompts.load(source, tok, max_tokens=9, seed=1, epochs=2)
+  held = prompts.load(
+    source, tok, max_tokens=9, seed=0, epochs=1, shuffle=False
+  )
+  expected = (place, BYTES["h"], BYTES["i"])
+  assert {train[uid].tokens for uid in range(8)} == {expected}
+  assert {held[uid].tokens for uid in range(4)} == {expected}
+  assert tok.encode(held[0].text) == expected
+
+
+@dataclasses.dataclass(frozen=True)
+class _Examples:
+  examples: tuple[types.Example, ...]
+
+  def load(self) -> tuple[types.Example, ...]:
+    return self.examples
+
+
 def test_a_prompt_of_nothing_is_refused(tmp_path):
   with refused("prompt: expected at least one token, got ''"):
     load(folder_of(tmp_path)).prompt_ids("")
@@ -148,6 +210,18 @@ def test_c55_without_a_generation_config_the_model_config_counts(tmp_path):
   assert load(tmp_path).eos_ids == (2, 7)
   folder_of(tmp_path, eos_token=None)
   assert load(tmp_path).eos_ids == (7, 2)
+
+
+def test_the_end_of_turns_in_the_template_ends_completions(tmp_path):
+  # Chat templates of base models: the configs know the end of texts alone.
+  chat = tiny_folder.CHATML
+  folder_of(tmp_path, eos_token=BOS, chat_template=chat)
+  assert load(tmp_path).eos_ids == (0, 2)
+  save(tmp_path, "generation_config.json", {"eos_token_id": [2, 0]})
+  assert load(tmp_path).eos_ids == (0, 2)
+  (tmp_path / "generation_config.json").unlink()
+  folder_of(tmp_path, eos_token=BOS, chat_template=PLAIN)
+  assert load(tmp_path).eos_ids == (0,)
 
 
 @pytest.mark.parametrize("wrong", ["2", [1, None, "x"], -1, True, 1.5])
@@ -338,8 +412,14 @@ def test_a_gguf_file_says_whether_texts_begin_with_a_token(tmp_path):
   assert tokenizer.load(path).prompt_ids("x")[0] == (0, BYTES["x"])
   path = write_gguf(tmp_path / "u.gguf", "llama-bpe", add_bos_token=False)
   assert tokenizer.load(path).prompt_ids("x")[0] == (BYTES["x"],)
-  path = write_gguf(tmp_path / "v.gguf", "qwen2", chat_template=WITH_BOS)
-  assert tokenizer.load(path).prompt_ids((USER,))[0][0] == 0
+  named = [
+    {"name": "default", "template": WITH_BOS},
+    {"name": "tool_use", "template": "tools"},
+  ]
+  path = write_gguf(tmp_path / "v.gguf", "qwen2", chat_template=named)
+  tok = tokenizer.load(path)
+  assert tok.prompt_ids((USER,))[0][0] == 0
+  assert tok.prompt_ids((USER,), tools=({},))[1] == "tools"
 
 
 def test_a_gguf_tokenizer_of_another_kind_is_refused(tmp_path):
@@ -352,13 +432,41 @@ def test_a_gguf_tokenizer_of_another_kind_is_refused(tmp_path):
     tokenizer.load(str(tmp_path / "v.gguf"))
 
 
-def test_without_the_gguf_package_the_error_says_what_to_install(
-  tmp_path, monkeypatch
+@pytest.mark.parametrize(
+  "field, value, rule",
+  [
+    ("ggml.eos_token_id", 10**6, "one of 263 tokens"),
+    ("ggml.bos_token_id", -1, "one of 263 tokens"),
+    ("ggml.tokens", [1, 2], "a list of str"),
+    ("ggml.tokens", "ab", "a list of str"),
+    ("ggml.token_type", [1, 1], "a list of int, one a token"),
+    ("chat_template", 7, "str"),
+    ("ggml.add_bos_token", 7, "bool"),
+  ],
+)
+def test_a_gguf_field_that_cannot_be_is_refused(
+  tmp_path, monkeypatch, field, value, rule
 ):
-  (tmp_path / "t.gguf").write_bytes(b"GGUF")
-  monkeypatch.setattr(tokenizer, "gguf", None)
-  with refused(r"jaxrl_post\[gguf\]"):
-    tokenizer.load(str(tmp_path / "t.gguf"))
+  path = write_gguf(tmp_path / "t.gguf", "qwen2")
+  header = gguf_header.read(path)
+  fields = {**header.fields, f"tokenizer.{field}": value}
+  changed = dataclasses.replace(header, fields=fields)
+  monkeypatch.setattr(gguf_header, "read", lambda path: changed)
+  name = field.removeprefix("ggml.")
+  with refused(f"expected tokenizer.{name} as {rule}") as caught:
+    tokenizer.load(path)
+  assert "\n" not in str(caught.value)
+
+
+def test_gguf_merges_of_unknown_tokens_are_refused(tmp_path, monkeypatch):
+  path = write_gguf(tmp_path / "t.gguf", "qwen2")
+  header = gguf_header.read(path)
+  for merge in ("i q", "in", "i  n", ""):
+    fields = {**header.fields, "tokenizer.ggml.merges": ["i n", merge]}
+    changed = dataclasses.replace(header, fields=fields)
+    monkeypatch.setattr(gguf_header, "read", lambda path, file=changed: file)
+    with refused(f"expected pairs of tokens, got {merge!r}"):
+      tokenizer.load(path)
 
 
 def test_a_character_tokenizer_can_be_saved_for_other_programs(tmp_path):

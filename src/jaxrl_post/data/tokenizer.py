@@ -6,44 +6,28 @@ never encoded again.
 """
 
 import dataclasses
-import datetime
 import functools
 import hashlib
 import json
 import pathlib
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.sandbox
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models
 
 from jaxrl_post import types
-
-try:
-  import gguf
-except ImportError:  # The extra is not installed; `load` says so.
-  gguf = None
+from jaxrl_post.data import gguf_vocab
+from jaxrl_post.data import template as templates
 
 PAD, EOS = "<pad>", "<eos>"
 
-# How each `tokenizer.ggml.pre` cuts text before the merges, as in the
-# tokenizer.json of the model it is named after.
-_WORDS = (
-  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
-  r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS = {
-  "smollm": None,
-  "qwen2": _WORDS.replace("DIGITS", ""),
-  "llama-bpe": _WORDS.replace("DIGITS", "{1,3}"),
-}
-
-
 # A special token's name in GGUF, and in templates.
 _GGUF_IDS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+_GGUF_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+# What ends a turn, of which not every generation config tells.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,10 +37,11 @@ class Tokenizer:
   Attributes:
     backend: what cuts text into ids.
     pad_id: for places that no mask lets through.
-    eos_ids: every id that ends a completion: the tokenizer's own, then those
-      of the model's generation config.
+    eos_ids: every id that ends a completion: the tokenizer's own, those of the
+      model's generation config, and that which ends turns in the template.
     bos_id: the begin token where prompts start with one, else None.
     template: Jinja source that turns messages into text; None without chat.
+    tool_template: the one for conversations with tools, if it is another.
     names: special tokens by the names that templates use.
     alphabet: the only characters that have ids; None where all have.
   """
@@ -66,6 +51,7 @@ class Tokenizer:
   eos_ids: tuple[int, ...]
   bos_id: int | None = None
   template: str | None = None
+  tool_template: str | None = None
   names: Mapping[str, str] = dataclasses.field(default_factory=dict)
   alphabet: frozenset[str] | None = None
 
@@ -117,28 +103,42 @@ class Tokenizer:
     return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
   def prompt_ids(
-    self, prompt: str | tuple[Mapping[str, str], ...]
+    self,
+    prompt: str | Sequence[templates.Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
   ) -> tuple[tuple[int, ...], str]:
     """Turns a prompt into what the model is given.
 
     Args:
       prompt: text, given as it is; or messages with `role` and `content`, put
-        through the model's chat template up to where its answer begins.
+        through the model's chat template up to where its answer begins. Those
+        of an assistant may have `tool_calls`.
+      tools: JSON schemas of the functions that the model may call, shown to it
+        by the template.
 
     Returns:
       The ids and their text: `encode(text)` gives the same ids. Where the
       tokenizer begins texts with a token, exactly one stands at the front,
-      whether the template writes it or not.
+      however often the template or the text writes it there.
 
     Raises:
       InputError: for messages without a template or that the template refuses,
-        and for a prompt with nothing in it.
+        for tools without messages, and for a prompt with nothing in it.
     """
-    text = prompt if isinstance(prompt, str) else self._render(prompt)
+    text = prompt if isinstance(prompt, str) else self._render(prompt, tools)
+    if tools and isinstance(prompt, str):
+      raise types.InputError(
+        f"prompt: expected messages, which can show {len(tools)} tools, got "
+        f"{prompt[:100]!r}. Give messages, or leave the tools out."
+      )
     ids = self.encode(text)
-    if self.bos_id is not None and ids[:1] != (self.bos_id,):
-      text = self.names["bos_token"] + text
-      ids = (self.bos_id, *ids)
+    if self.bos_id is not None:
+      begin = self.names["bos_token"]
+      while ids[:2] == (self.bos_id, self.bos_id):
+        ids, text = ids[1:], text.replace(begin, "", 1)
+      if ids[:1] != (self.bos_id,):
+        ids, text = (self.bos_id, *ids), begin + text
     if not ids:
       raise types.InputError(
         f"prompt: expected at least one token, got {prompt!r}. Remove it from "
@@ -146,67 +146,83 @@ class Tokenizer:
       )
     return ids, text
 
-  def _render(self, messages: tuple[Mapping[str, str], ...]) -> str:
+  def continuation(
+    self,
+    messages: Sequence[templates.Message],
+    *,
+    ended: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+  ) -> tuple[int, ...]:
+    """Returns the ids between a completion and the next one.
+
+    The conversation goes on as prompt + completion + these ids: tokens that
+    were sampled are kept and never rendered or encoded again, whatever the
+    template would do to their text (`template.next_turn`).
+
+    Args:
+      messages: what came after the completion: the results of tools, or a
+        user's words. Text in them that reads as a special token becomes one.
+      ended: the completion's last token is an end token; the template's own
+        is then left out, whichever of them it was.
+      tools: as in `prompt_ids` of this conversation.
+
+    Returns:
+      Ids up to where the next answer begins: the rest of the answer's turn
+      (with `ended` without its end token), the messages, and the generation
+      prompt. No begin token but what the messages hold. Without a template,
+      the messages' contents as they stand.
+
+    Raises:
+      InputError: for messages that the template refuses, and for a template
+        that rewrites earlier turns, begins each turn with the begin token, or
+        ends turns with something that is no end token.
+    """
+    if self.template is None:
+      contents: list[Any] = [message.get("content") for message in messages]
+      if not all(isinstance(content, str) for content in contents):
+        raise types.InputError(
+          "messages: expected contents of text, as this tokenizer has no chat "
+          f"template, got {contents!r:.200}. Correct the environment."
+        )
+      return self.encode("".join(contents))
+    source = self._source(tools)
+    text = templates.next_turn(source, messages, names=self.names, tools=tools)
+    ids = self.encode(text)
+    begin = self.names.get("bos_token", "") if self.bos_id is not None else ""
+    if begin and ids.count(self.bos_id) > repr(messages).count(begin):
+      raise types.InputError(
+        f"messages: expected a chat template that writes {begin!r} once, got "
+        "one that begins every turn with it. Take another template."
+      )
+    if not ended:
+      return ids
+    ends = [place for place, i in enumerate(ids) if i in self.eos_ids]
+    if not ends or self.decode(ids[: ends[0]]).strip():
+      raise types.InputError(
+        "messages: expected a chat template whose turns end with one of the "
+        f"end tokens {self.eos_ids}, got {text[:40]!r}. Add the turn's end to "
+        "eos_token_id of generation_config.json."
+      )
+    return ids[ends[0] + 1 :]
+
+  def _source(self, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the template of a conversation that has one."""
+    assert self.template is not None
+    return (self.tool_template if tools else None) or self.template
+
+  def _render(
+    self,
+    messages: Sequence[templates.Message],
+    tools: Sequence[Mapping[str, Any]],
+  ) -> str:
     if self.template is None:
       raise types.InputError(
         "prompt: expected text, as this tokenizer has no chat template, got "
         f"{len(messages)} messages. Use prompts of plain text, or a chat model."
       )
-    for message in messages:
-      if {"role", "content"} - message.keys():
-        raise types.InputError(
-          f"prompt: expected messages with role and content, got {message!r}. "
-          "Correct the data."
-        )
-    try:
-      return _compiled(self.template).render(
-        self.names,
-        messages=[dict(message) for message in messages],
-        add_generation_prompt=True,
-        tools=None,
-        documents=None,
-      )
-    except (jinja2.TemplateError, TypeError) as error:
-      raise types.InputError(
-        f"prompt: expected messages that the chat template takes, got "
-        f"{messages!r}: {error}. Correct the data."
-      ) from error
-
-
-def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-  # Jinja's own filter escapes for HTML, which no model was trained on.
-  return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> None:
-  raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-  return datetime.datetime.now().strftime(form)
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(source: str) -> jinja2.Template:
-  """Compiles a template, which may come from anywhere, in a sandbox.
-
-  Same environment as in `transformers`, so that templates written for it give
-  the same text.
-  """
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-  )
-  environment.filters["tojson"] = _tojson
-  environment.globals["raise_exception"] = _raise_exception
-  environment.globals["strftime_now"] = _strftime_now
-  # Marks around the assistant's words: blocks that change nothing here.
-  source = re.sub(
-    r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", source
-  )
-  source = re.sub(
-    r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", source
-  )
-  return environment.from_string(source)
+    return templates.messages_to_text(
+      self._source(tools), messages, names=self.names, tools=tools
+    )
 
 
 def check_vocab(tokenizer: Tokenizer, model_vocab_size: int) -> None:
@@ -301,23 +317,6 @@ def _names(folder: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, str]:
   return names
 
 
-def _template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
-  file = folder / "chat_template.jinja"
-  if file.is_file():
-    return file.read_text(encoding="utf-8")
-  found = settings.get("chat_template")
-  if not isinstance(found, list):
-    return found
-  templates = {entry["name"]: entry["template"] for entry in found}
-  if "default" not in templates:
-    raise types.InputError(
-      f"{folder}/tokenizer_config.json: expected a chat template called "
-      f"default, got {sorted(templates)}. Put the one to use into "
-      "chat_template.jinja."
-    )
-  return templates["default"]
-
-
 def _end_ids(folder: pathlib.Path) -> tuple[int, ...]:
   """Returns the end tokens of the model: a list, one or none in the file."""
   file = folder / "generation_config.json"
@@ -332,6 +331,17 @@ def _end_ids(folder: pathlib.Path) -> tuple[int, ...]:
       f"{found!r}. Correct the file."
     )
   return tuple(ids)
+
+
+def _turn_ends(
+  backend: tokenizers.Tokenizer, *sources: str | None
+) -> tuple[int, ...]:
+  """Returns the tokens that end a turn in templates, by their known names."""
+  names = [
+    name for name in _TURN_ENDS if any(name in (text or "") for text in sources)
+  ]
+  ids = (backend.token_to_id(name) for name in names)
+  return tuple(i for i in ids if i is not None)
 
 
 def _id_of(
@@ -361,14 +371,22 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
   # Files saved while training keep a length that prompts would be cut to.
   backend.no_truncation()
   backend.no_padding()
-  settings = _json(folder / "tokenizer_config.json")
+  settings = {
+    **_json(folder / "chat_template.json"),
+    **_json(folder / "tokenizer_config.json"),
+  }
+  chat, with_tools = templates.find(folder, settings)
   names = _names(folder, settings)
   bos = _id_of(backend, names, "bos_token")
   adds_bos = settings.get("add_bos_token")
   if adds_bos is None:
     adds_bos = bos is not None and backend.encode("").ids[:1] == [bos]
   eos = _id_of(backend, names, "eos_token")
-  ends = (() if eos is None else (eos,)) + _end_ids(folder)
+  ends = (
+    *(() if eos is None else (eos,)),
+    *_end_ids(folder),
+    *_turn_ends(backend, chat, with_tools),
+  )
   # A padding token that the vocabulary lacks is one the model never had.
   pad = backend.token_to_id(names.get("pad_token", ""))
   return Tokenizer(
@@ -376,7 +394,8 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
     pad_id=next(i for i in (pad, *ends, 0) if i is not None),
     eos_ids=tuple(dict.fromkeys(ends)),
     bos_id=bos if adds_bos else None,
-    template=_template(folder, settings),
+    template=chat,
+    tool_template=with_tools,
     names=names,
   )
 
@@ -384,77 +403,20 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
 # -------------------------------------------------------------------- GGUF
 
 
-def _read_metadata(path: str) -> dict[str, Any]:
-  if gguf is None:
-    raise types.InputError(
-      f"{path}: expected the package gguf to read it, got none. Run pip "
-      "install 'jaxrl_post[gguf]'."
-    )
-  try:
-    fields = gguf.GGUFReader(path).fields
-  except (ValueError, IndexError, KeyError, OSError) as error:
-    raise types.InputError(
-      f"{path}: expected a whole GGUF file, got {error}. Fetch it again."
-    ) from error
-  head = "tokenizer."
-  return {
-    name.removeprefix(head).removeprefix("ggml."): field.contents()
-    for name, field in fields.items()
-    if name.startswith(head)
-  }
-
-
-def _backend(path: str, fields: Mapping[str, Any]) -> tokenizers.Tokenizer:
-  """Builds byte-level BPE from a GGUF file's vocabulary and merges."""
-  pre = fields.get("pre")
-  if fields.get("model") != "gpt2" or pre not in _SPLITS:
-    raise types.InputError(
-      f"{path}: expected byte-level BPE cut as one of {', '.join(_SPLITS)}, "
-      f"got {fields.get('model')} cut as {pre}. Use the model's Hugging Face "
-      "folder."
-    )
-  tokens: list[str] = fields["tokens"]
-  merges = [tuple(merge.split(" ", 1)) for merge in fields["merges"]]
-  vocab = {token: i for i, token in enumerate(tokens)}
-  backend = tokenizers.Tokenizer(
-    models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe")
-  )
-  split = _SPLITS[pre]
-  if split is None:
-    first = pre_tokenizers.Digits(individual_digits=True)
-  else:
-    first = pre_tokenizers.Split(tokenizers.Regex(split), "isolated")
-  backend.pre_tokenizer = pre_tokenizers.Sequence(
-    [
-      first,
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None),
-    ]
-  )
-  if pre == "qwen2":
-    backend.normalizer = tokenizers.normalizers.NFC()
-  backend.decoder = decoders.ByteLevel()
-  # Types of tokens: 3 is control, 4 is defined by the user.
-  kinds = list(zip(tokens, fields["token_type"], strict=True))
-  plain = functools.partial(tokenizers.AddedToken, normalized=False)
-  special = [plain(token, special=True) for token, k in kinds if k == 3]
-  backend.add_special_tokens(special)
-  backend.add_tokens([plain(token) for token, k in kinds if k == 4])
-  return backend
-
-
 def _from_gguf(path: str) -> Tokenizer:
-  fields = _read_metadata(path)
-  backend = _backend(path, fields)
+  backend, fields = gguf_vocab.read(path)
   ids = {name: fields.get(f"{name}_token_id") for name in _GGUF_IDS}
   names = {
     f"{_GGUF_IDS[name]}_token": fields["tokens"][i]
     for name, i in ids.items()
     if i is not None
   }
-  ends = tuple(
-    fields[name]
-    for name in ("eos_token_id", "eot_token_id", "eom_token_id")
-    if name in fields
+  chat, with_tools = (
+    fields.get(name) for name in ("chat_template", "chat_template.tool_use")
+  )
+  ends = (
+    *(fields[name] for name in _GGUF_ENDS if name in fields),
+    *_turn_ends(backend, chat, with_tools),
   )
   adds_bos = fields.get("add_bos_token", fields["pre"] == "llama-bpe")
   pad = ids["padding"]
@@ -463,6 +425,7 @@ def _from_gguf(path: str) -> Tokenizer:
     pad_id=next(i for i in (pad, *ends, 0) if i is not None),
     eos_ids=tuple(dict.fromkeys(ends)),
     bos_id=ids["bos"] if adds_bos else None,
-    template=fields.get("chat_template"),
+    template=chat,
+    tool_template=with_tools,
     names=names,
   )

@@ -1,36 +1,26 @@
 """Opens a GGUF file as if it were a Hugging Face checkpoint.
 
 Metadata become the fields of config.json and tensors get their Hugging Face
-names. The `gguf` package turns quantized blocks into numbers; the header is
-read here, because the package takes seconds to list a vocabulary that only the
-tokenizer needs. Format: github.com/ggml-org/ggml, docs/gguf.md.
+names. `gguf_header` reads what stands before the tensors; the `gguf` package
+turns quantized blocks into numbers.
 """
 
 import dataclasses
 import functools
 import math
-import mmap
 import re
-import struct
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from jaxrl_post import types
+from jaxrl_post import gguf_header, types
 from jaxrl_post.models import hf_format
 
 try:
   import gguf
 except ImportError:  # The extra is not installed: `_package` says so.
   gguf = None
-
-# Types of metadata, as `struct` writes them.
-_SCALARS = {
-  **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i"},
-  **{6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"},
-}
-_STRING, _ARRAY = 8, 9
 
 _FIELDS = {
   "num_hidden_layers": "block_count",
@@ -42,6 +32,8 @@ _FIELDS = {
   "rope_theta": "rope.freq_base",
   "max_position_embeddings": "context_length",
 }
+# What the scalings of Llama 3.1, 3.2 and 3.3 share; their factors are 8 and 32.
+_LOW, _HIGH, _POSITIONS = 1.0, 4.0, 8192
 _TOP = {
   "token_embd.weight": "model.embed_tokens.weight",
   "output_norm.weight": "model.norm.weight",
@@ -70,64 +62,11 @@ class File:
   entries: dict[str, hf_format.Entry]
 
 
-def _strings(data: memoryview, at: int, size: int) -> tuple[list[str], int]:
-  """Reads strings, and says where what follows begins."""
-  values = []
-  for _ in range(size):
-    (length,) = struct.unpack_from("<Q", data, at)
-    start, at = at + 8, at + 8 + length
-    if at > len(data):
-      raise ValueError("a string that runs past the end of the file")
-    values.append(str(data[start:at], "utf-8", "replace"))
-  return values, at
-
-
-def _values(
-  data: memoryview, at: int, kind: int, size: int
-) -> tuple[list[Any], int]:
-  """Reads metadata of one type, and says where what follows begins."""
-  if kind == _STRING:
-    return _strings(data, at, size)
-  if kind in _SCALARS:
-    form = f"<{size}{_SCALARS[kind]}"
-    values = struct.unpack_from(form, data, at)
-    return list(values), at + struct.calcsize(form)
-  if kind != _ARRAY:
-    raise ValueError(f"metadata of unknown type {kind}")
-  arrays = []
-  for _ in range(size):
-    inner, length = struct.unpack_from("<IQ", data, at)
-    values, at = _values(data, at + 12, inner, length)
-    arrays.append(values)
-  return arrays, at
-
-
-def _parse(
-  data: memoryview,
-) -> tuple[dict[str, Any], list[tuple[str, list[int], int, int]]]:
-  """Returns the metadata, and name, shape, type and place of each tensor."""
-  magic, version, num_tensors, num_fields = struct.unpack_from("<4sIQQ", data)
-  if magic != b"GGUF" or version not in {2, 3}:
-    raise ValueError(f"{magic!r} version {version}, not GGUF version 2 or 3")
-  at, metadata = 24, {}
-  for _ in range(num_fields):
-    (name,), at = _strings(data, at, 1)
-    (kind,) = struct.unpack_from("<I", data, at)
-    (metadata[name],), at = _values(data, at + 4, kind, 1)
-  table = []
-  for _ in range(num_tensors):
-    (name,), at = _strings(data, at, 1)
-    (rank,) = struct.unpack_from("<I", data, at)
-    *dims, kind, offset = struct.unpack_from(f"<{rank}QIQ", data, at + 4)
-    at += 4 + 8 * rank + 12
-    table.append((name, dims[::-1], kind, offset))
-  align = metadata.get("general.alignment", 32)
-  start = -(-at // align) * align
-  return metadata, [(n, s, k, start + offset) for n, s, k, offset in table]
-
-
 def _config(metadata: dict[str, Any], names: set[str]) -> dict[str, Any]:
-  kind = metadata.get("general.architecture")
+  kind, vocab = (
+    metadata.get(name)
+    for name in ("general.architecture", "tokenizer.ggml.tokens")
+  )
   own = f"{kind}."
   get = {
     name.removeprefix(own): value
@@ -136,25 +75,54 @@ def _config(metadata: dict[str, Any], names: set[str]) -> dict[str, Any]:
   }.get
   hf = {name: get(field) for name, field in _FIELDS.items()}
   hf["model_type"] = kind
-  hf["vocab_size"] = len(metadata.get("tokenizer.ggml.tokens", ()))
+  hf["vocab_size"] = len(vocab) if isinstance(vocab, list) else None
   hf["tie_word_embeddings"] = "output.weight" not in names
   heads, width = hf["num_attention_heads"], hf["hidden_size"]
   if isinstance(heads, int) and isinstance(width, int) and heads > 0:
     hf["head_dim"] = get("attention.key_length") or width // heads
     for field in ("attention.value_length", "rope.dimension_count"):
-      if get(field) not in {None, hf["head_dim"]}:
+      if get(field) not in (None, hf["head_dim"]):
         rule = f"the head width {hf['head_dim']}"
         raise hf_format.refusal(f"{kind}.{field}", rule, get(field))
   if get("expert_count"):
     raise hf_format.refusal(f"{kind}.expert_count", "none", get("expert_count"))
-  if get("rope.scaling.type") not in {None, "none"}:
+  if get("rope.scaling.type") not in (None, "none"):
     hf["rope_scaling"] = {"rope_type": get("rope.scaling.type")}
-  if "rope_freqs.weight" in names:
-    # Llama 3's scaling as a table: the numbers it came from are not stored.
-    raise hf_format.refusal(
-      "rope_freqs.weight", "no scaled rotary positions in a GGUF file", "one"
-    )
   return hf
+
+
+def _scaling(
+  divisors: np.ndarray, theta: object, width: object
+) -> dict[str, Any]:
+  """Finds Llama 3's scaling in the table that GGUF has instead of its numbers.
+
+  Args:
+    divisors: what each rotary frequency is divided by.
+    theta: base of the wavelengths.
+    width: of a head.
+
+  Returns:
+    The fields of `rope_scaling` that make the table.
+
+  Raises:
+    InputError: for any other table.
+  """
+  factor, half = float(divisors.max()), divisors.size
+  if isinstance(theta, float | int) and theta > 0 and width == 2 * half:
+    turns = _POSITIONS / math.tau * float(theta) ** -(np.arange(half) / half)
+    keep = np.clip((turns - _LOW) / (_HIGH - _LOW), 0.0, 1.0)
+    made = 1.0 / (keep + (1.0 - keep) / factor)
+    if np.allclose(divisors, made, rtol=1e-4):
+      return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LOW,
+        "high_freq_factor": _HIGH,
+        "original_max_position_embeddings": _POSITIONS,
+      }
+  raise hf_format.refusal(
+    "rope_freqs.weight", "the scaling of Llama 3.1 to 3.3", "another table"
+  )
 
 
 def _name(name: str) -> str:
@@ -218,28 +186,46 @@ def read(path: str) -> File:
   """
   package = _package(path)
   try:
-    with open(path, "rb") as file:
-      data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    metadata, table = _parse(memoryview(data))
-    places = []
-    for name, shape, kind, start in table:
-      block = package.GGML_QUANT_SIZES[package.GGMLQuantizationType(kind)]
-      size = math.prod(shape) // block[0] * block[1]
-      places.append((name, kind, start, size))
-      if start + size > len(data):
-        raise ValueError(f"{len(data)} bytes without all of {name}")
-  except (OSError, ValueError, struct.error) as error:
+    header = gguf_header.read(path)
+    places = [_place(package, tensor, header.size) for tensor in header.tensors]
+  except (OSError, ValueError) as error:
     raise types.InputError(
       f"{path}: expected a whole GGUF file, got {error}. Fetch it again."
     ) from error
-  config = _config(metadata, {row[0] for row in table})
+  config = _config(header.fields, {tensor.name for tensor in header.tensors})
   entries = {}
-  for place, (own, shape, _, _) in zip(places, table, strict=True):
-    load = functools.partial(_read, path, place, tuple(shape))
+  for place, tensor in zip(places, header.tensors, strict=True):
+    own, shape = tensor.name, tensor.shape
+    load = functools.partial(_read, path, place, shape)
+    if own == "rope_freqs.weight":
+      config["rope_scaling"] = _scaling(
+        load(), config["rope_theta"], config.get("head_dim")
+      )
+      continue
     if config["model_type"] == "llama":
       load = _unpermuted(load, own, config)
-    entries[_name(own)] = hf_format.Entry(tuple(shape), load)
+    entries[_name(own)] = hf_format.Entry(shape, load)
   return File(config, entries)
+
+
+def _place(
+  package: Any, tensor: gguf_header.Tensor, size: int
+) -> tuple[str, int, int, int]:
+  """Returns a tensor's name, type, first byte and bytes; `size` is the file's.
+
+  Raises:
+    ValueError: for an unknown type, and for what the file does not hold.
+  """
+  block, width = package.GGML_QUANT_SIZES[
+    package.GGMLQuantizationType(tensor.kind)
+  ]
+  shape, name = tensor.shape, tensor.name[:60]
+  if shape[-1] % block:
+    raise ValueError(f"{name!r} with rows of {shape[-1]}, in blocks of {block}")
+  length = math.prod(shape) // block * width
+  if tensor.start + length > size:
+    raise ValueError(f"{size} bytes without all of {name}")
+  return tensor.name, tensor.kind, tensor.start, length
 
 
 def _unpermuted(
