@@ -169,12 +169,18 @@ def run(
   if form.adapter:
     _check_adapter(cfg)
   shape = prepare.model(cfg).config
+  if not isinstance(shape, transformer.Config):
+    raise types.InputError(
+      "--mode=export: expected a model of one of our families, got "
+      f"{shape.about}. Take its weights from the checkpoint."
+    )
   tokenizer = dataset.tokenizer_of(
     cfg.data, model_path=cfg.model.path, vocab_size=shape.vocab_size
   )
   path = fields.find(folder / "checkpoints", step)
   found = fields.read(path, _wanted(cfg, shape, form))
   made, fault = _temporary(to), None
+  sizes: list[int] = []
   try:
     if form.adapter:
       _write_adapter(made, cfg, shape, found["adapters"], dtype=form.dtype)
@@ -308,8 +314,9 @@ def _write_adapter(
 def _source(cfg: config.Run) -> pathlib.Path | None:
   """Returns the folder or GGUF file that the run's tokenizer is from."""
   path = cfg.data.tokenizer or cfg.model.path
-  made = cfg.data.alphabet is not None or path is None
-  return None if made else pathlib.Path(path)
+  if cfg.data.alphabet is not None or path is None:
+    return None
+  return pathlib.Path(path)
 
 
 def _ids(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:

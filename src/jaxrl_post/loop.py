@@ -20,6 +20,7 @@ from jaxrl_post.data import pack
 from jaxrl_post.envs import cut as cuts
 from jaxrl_post.envs import events, replay, together
 from jaxrl_post.envs import stream as streams
+from jaxrl_post.models import decoder
 from jaxrl_post.placement import programs, reference
 from jaxrl_post.placement import trainer as trainers
 from jaxrl_post.rewards import pool
@@ -483,6 +484,7 @@ def warm_up(
     flops=float,
     microbatches=settings.microbatches,
     length_parts=place.meshes.training.shape["context"],
+    alone=not decoder.packs(parts.decoder.config),
   )
   prompts, tokenizer = parts.data.train, parts.data.tokenizer
   for step in range(cfg.warmup.num_steps):

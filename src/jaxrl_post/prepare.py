@@ -1,7 +1,6 @@
 """Everything of a run that needs no device, made and checked before one is."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 import pathlib
@@ -17,8 +16,9 @@ from jaxrl_post.data import dataset, pack
 from jaxrl_post.data import tokenizer as tokenizers
 from jaxrl_post.envs import events, single_turn
 from jaxrl_post.envs import ledger as ledgers
-from jaxrl_post.models import decoder, quantize, transformer, weights
+from jaxrl_post.models import decoder, network, quantize, weights
 from jaxrl_post.placement import mesh, programs
+from jaxrl_post.placement import network as own
 from jaxrl_post.placement import reference as references
 from jaxrl_post.runtime import dump
 from jaxrl_post.sampling import steps
@@ -52,6 +52,14 @@ def model(cfg: config.Run) -> decoder.Decoder:
     InputError: there is none, or settings do not fit it.
   """
   given, shape = cfg.model, _shape(cfg.model)
+  if isinstance(shape, network.Network):
+    own.check(
+      shape,
+      cfg.placement,
+      cfg.sampling,
+      trains=cfg.optim.trained,
+      critic=cfg.algo.critic is not None,
+    )
   if cfg.length > shape.max_positions:
     raise types.InputError(
       f"data.max_prompt + sampling.max_tokens: expected at most "
@@ -64,7 +72,7 @@ def model(cfg: config.Run) -> decoder.Decoder:
       f"sampling.top_logprobs: expected at most the {shape.vocab_size} ids of "
       f"the model, got {most}. Lower it."
     )
-  spec = transformer.spec(shape)
+  spec = decoder.spec(shape)
   trained.check(cfg.optim.trained, spec)
   if cfg.sampling.quantized:
     quantize.spec(spec)  # Refuses what has no 8 bits.
@@ -124,8 +132,13 @@ def prepare(cfg: config.Run) -> Parts:
   return parts
 
 
-def _shape(model: decoder.Model) -> transformer.Config:
-  """Returns the shape of a model, read from its checkpoint if it has one."""
+def _shape(model: decoder.Model) -> decoder.Shape:
+  """Returns what a model is, read from its checkpoint if it has one.
+
+  A model of one's own is run on shapes.
+  """
+  if isinstance(model.config, network.Network):
+    network.check(model.config, model.dtype)
   if model.config is not None:
     return model.config
   assert model.path is not None, "Model checks it"
@@ -133,7 +146,7 @@ def _shape(model: decoder.Model) -> transformer.Config:
 
 
 def reference(
-  cfg: config.Run, policy: transformer.Config
+  cfg: config.Run, policy: decoder.Shape
 ) -> references.Source | None:
   """Reads the shape of a run's reference, but no weights.
 
@@ -173,9 +186,9 @@ def reference(
         f"reference: expected a model with {rule}, got one with {value}. Take "
         "another model."
       )
-  if path is not None:
-    weights.check(path, shape)
   made = decoder.Decoder(shape, model.dtype, chunk=model.chunk)
+  if path is not None:
+    weights.check(path, made.shape)
   return references.Source(made, path)
 
 
@@ -325,9 +338,7 @@ def check_follow(cfg: config.Run, folder: pathlib.Path) -> None:
     )
 
 
-def layout(
-  cfg: config.Run, shape: transformer.Config, devices: int
-) -> pack.Layout:
+def layout(cfg: config.Run, shape: decoder.Shape, devices: int) -> pack.Layout:
   """Returns the shape of a batch of `cfg.rows` rollouts.
 
   Args:
@@ -341,11 +352,12 @@ def layout(
     cfg.group_size,
     max_prompt=cfg.data.max_prompt,
     max_tokens=cfg.sampling.max_tokens,
-    flops=functools.partial(transformer.layer_flops, shape),
+    flops=decoder.layer_flops(shape),
     microbatches=cfg.optim.microbatches,
     minibatches=cfg.optim.minibatches,
     row_parts=mesh.row_parts(axes, devices),
     length_parts=mesh.context_parts(axes, devices),
+    alone=not decoder.packs(shape),
   )
 
 
@@ -401,7 +413,7 @@ def _check_parts(algo: algorithm.Algorithm, layout: pack.Layout) -> None:
 
 def fit(
   cfg: config.Run,
-  shape: transformer.Config,
+  shape: decoder.Shape,
   num_devices: int,
   processes: int = 1,
   *,

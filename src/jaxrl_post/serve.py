@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxrl_post import config, loop, prepare, types
 from jaxrl_post.data import tokenizer as tokenizers
+from jaxrl_post.models import network
 from jaxrl_post.placement import generator
 from jaxrl_post.runtime import checkpoint
 from jaxrl_post.runtime import hosts as hosts_lib
@@ -30,8 +31,13 @@ def check(cfg: config.Run) -> None:
   """Refuses a run that cannot be served, before a device is touched.
 
   Raises:
-    InputError: JetStream is not there, or sizes do not fit it.
+    InputError: JetStream is not there, or sizes or model do not fit it.
   """
+  if isinstance(cfg.model.config, network.Network):
+    raise types.InputError(
+      "model: expected a transformer of this project with --mode=serve, got a "
+      "model of your own. Sample it with --mode=rollout."
+    )
   jetstream.check(cfg.sampling, cfg.group_size, cfg.data.max_prompt)
   jetstream.load()
 

@@ -396,3 +396,19 @@ def test_c39_what_no_policy_wrote_is_context(versions, stale, mask):
   assert batch.loss_mask[0, 2:end].tolist() == mask
   assert batch.policy_versions[0, 2:end].tolist() == list(versions)
   assert batch.tokens[0, 2:end].tolist() == [7] * len(mask)
+
+
+def test_rollouts_that_are_alone_have_a_row_each():
+  """Also those of one prompt, and whatever room there is."""
+  rollouts = [rollout(uid, (5, 6), (7, 2)) for uid in range(4)]
+  shape = dict(max_prompt=2, max_tokens=9, flops=float)
+  layout = pack.layout(4, 4, **shape, alone=True)
+  assert (layout.rows, layout.together, layout.length) == (4, 1, 11)
+  batch = pack.pack([group(*rollouts)], layout)
+  assert (batch.segment_ids.max(axis=1) == 1).all()
+  assert sorted(batch.sequence[:, 0].tolist()) == [0, 1, 2, 3]
+  assert (batch.positions[:, :4] == [0, 1, 2, 3]).all()
+  together = pack.pack([group(*rollouts)], pack.layout(4, 4, **shape))
+  assert together.segment_ids.max() > 1
+  with pytest.raises(ValueError, match="a row for each rollout, got one for 2"):
+    pack.Layout(rows=2, length=8, together=2, unit=2, alone=True)

@@ -24,6 +24,8 @@ class Layout:
       these its m-th microbatch m, m + M, ...
     unit: rollouts of a group that go to the same minibatch: so many, and the
       next so many. A multiple of `together`.
+    alone: whether each rollout has a row of its own, for a model that cannot
+      tell sequences of a row apart; `together` is 1 then.
   """
 
   rows: int
@@ -32,8 +34,13 @@ class Layout:
   microbatches: int = 1
   minibatches: int = 1
   unit: int = 1
+  alone: bool = False
 
   def __post_init__(self) -> None:
+    if self.alone and self.together > 1:
+      raise ValueError(
+        f"pack: expected a row for each rollout, got one for {self.together}"
+      )
     if self.unit % self.together:
       raise ValueError(
         f"pack: expected a unit of a multiple of {self.together} rollouts, got "
@@ -62,6 +69,7 @@ def layout(
   minibatches: int = 1,
   row_parts: int = 1,
   length_parts: int = 1,
+  alone: bool = False,
 ) -> Layout:
   """Decides how many rollouts of a prompt share it in a row.
 
@@ -79,6 +87,7 @@ def layout(
     minibatches: of a batch.
     row_parts: of a mesh, by rows.
     length_parts: likewise, by positions.
+    alone: whether each rollout has a row of its own.
 
   Returns:
     A layout for so many rollouts. Rows divide evenly over all parts, unless
@@ -101,6 +110,7 @@ def layout(
     n
     for n in range(2, unit + 1)
     if not unit % n and not rollouts % (n * parts) and length(n) <= _LONGEST
+    if not alone
   ]
   best = min([1, *fit], key=cost)
   return Layout(
@@ -110,6 +120,7 @@ def layout(
     microbatches=microbatches,
     minibatches=minibatches,
     unit=unit,
+    alone=alone,
   )
 
 
@@ -255,7 +266,11 @@ def _pieces(
   for part in range(layout.minibatches):
     mine = units[part :: layout.minibatches]
     blocks = [b for unit in mine for b in _blocks(unit, rollouts, layout)]
-    rows = _rows(blocks, layout.length)
+    rows = (
+      [{b.prompt: list(b.members)} for b in blocks]
+      if layout.alone
+      else _rows(blocks, layout.length)
+    )
     if len(rows) > layout.rows // layout.minibatches:
       raise ValueError(
         f"pack: expected at most {layout.rows} rows, each for "

@@ -1,14 +1,24 @@
-"""A transformer together with how it is computed; static, hashable."""
+"""A model together with how it is computed; static, hashable.
+
+All that the stages of a run ask of a model is here, whether it is a transformer
+of ours or a `network.Network`.
+"""
 
 import dataclasses
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_post import types
-from jaxrl_post.models import among, experts, scoring, transformer
+from jaxrl_post.models import among, experts, network, scoring, transformer
+from jaxrl_post.models import spec as specs
+
+# What a model is: the shape of a transformer, or a model of the user's own.
+Shape: TypeAlias = transformer.Config | network.Network
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +26,9 @@ class Decoder:
   """What a step needs to know of a model besides its weights.
 
   Attributes:
-    config: shape of the transformer.
-    dtype: compute dtype of its matrix products.
+    config: what the model is.
+    dtype: compute dtype of its matrix products; that of the weights of a
+      `Network`.
     remat: what of a layer is kept for the backward pass: see `forward`.
     chunk: tokens whose logits a device has at a time.
     sharding: how rows and positions of what is scored lie on a mesh; None where
@@ -27,7 +38,7 @@ class Decoder:
     balance: coefficient of the loss that balances their load; 0 for none.
   """
 
-  config: transformer.Config
+  config: Shape
   dtype: Literal["float32", "bfloat16"] = "float32"
   remat: transformer.Remat = "none"
   chunk: int = 1024
@@ -36,6 +47,12 @@ class Decoder:
   mix: experts.Mix = experts.portable
   balance: float = 0.0
 
+  @property
+  def shape(self) -> transformer.Config:
+    """The shape of the transformer, for what knows transformers only."""
+    assert isinstance(self.config, transformer.Config), self.config
+    return self.config
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -43,7 +60,8 @@ class Model:
 
   Attributes:
     path: a Hugging Face folder or a GGUF file; None draws random weights.
-    config: shape of a random model; None with a path.
+    config: shape of a random model, or a model of one's own
+      (`models.from_flax`); None with a path.
     dtype: compute dtype of score and update. Weights are kept in float32,
       those of a reference, which never trains, in this dtype.
     remat: what of a layer is kept for the backward pass, the rest is made
@@ -55,7 +73,7 @@ class Model:
   """
 
   path: str | None = None
-  config: transformer.Config | None = None
+  config: Shape | None = None
   dtype: Literal["float32", "bfloat16"] = "float32"
   remat: transformer.Remat = "none"
   chunk: int = 1024
@@ -71,20 +89,58 @@ class Model:
       raise types.InputError(
         f"model.chunk: expected >= 1, got {self.chunk}. 1024 is usual."
       )
+    if isinstance(self.config, network.Network) and self.remat != "none":
+      raise types.InputError(
+        f"model.remat: expected none with a model of your own, got "
+        f"{self.remat}. Use flax's remat in its layers."
+      )
 
 
-def of(model: Model, shape: transformer.Config) -> Decoder:
+def spec(config: Shape) -> types.Tree:
+  """Declares the weights of a model, a tree of `specs.Weight`."""
+  if isinstance(config, network.Network):
+    return config.spec()
+  return transformer.spec(config)
+
+
+def init(
+  config: Shape, key: jax.Array, dtype: jax.typing.DTypeLike
+) -> types.Tree:
+  """Draws the first weights of a model, a tree like `spec`."""
+  if isinstance(config, network.Network):
+    return jax.tree.map(lambda w: w.astype(dtype), config.init(key))
+  return specs.init(transformer.spec(config), key, dtype)
+
+
+def packs(config: Shape) -> bool:
+  """Whether a row may have several sequences."""
+  return not isinstance(config, network.Network) or config.packs
+
+
+def layer_flops(config: Shape) -> Callable[[int], float]:
+  """Returns what counts the operations of a token, by the keys it reads.
+
+  Of a model of the user's own only those of its attention are known, but for
+  a factor.
+  """
+  if isinstance(config, network.Network):
+    return float
+  return functools.partial(transformer.layer_flops, config)
+
+
+def of(model: Model, shape: Shape) -> Decoder:
   """Returns the decoder of a model whose shape is known, on one device.
 
   Args:
     model: the settings.
-    shape: read from its checkpoint, or its own.
+    shape: read from its checkpoint, or given; or a model of the user's own.
 
   Raises:
     InputError: experts are to be balanced, and there are none.
   """
   balance = 0.0 if model.balance is None else model.balance.coef
-  if balance and shape.experts is None:
+  mixes = isinstance(shape, transformer.Config) and shape.experts is not None
+  if balance and not mixes:
     raise types.InputError(
       "model.balance: expected none for a model without experts, got "
       f"coef={balance}. Leave it out."
@@ -103,6 +159,8 @@ def states(
   routing: Int[Array, "L B T X"] | None = None,
 ) -> Float[Array, "B T D"]:
   """Returns the hidden state behind each token, after the last norm.
+
+  Of a `Network` without a head that is the logits of the next one.
 
   Args:
     decoder: the model.
@@ -150,11 +208,24 @@ def routed(
   Returns:
     Hidden states, and the experts of each token; None without experts.
   """
+  config = decoder.config
+  if isinstance(config, network.Network):
+    found = network.states(
+      config,
+      params,
+      tokens,
+      positions,
+      segment_ids=segment_ids,
+      prefix_ids=prefix_ids,
+      dtype=decoder.dtype,
+      sharding=decoder.sharding,
+    )
+    return found, None
   if counted is None:
     counted = jnp.ones(tokens.shape, jnp.float32)
   hidden, (_, told) = transformer.forward(
     params,
-    decoder.config,
+    config,
     tokens,
     positions,
     segment_ids=segment_ids,
@@ -228,16 +299,18 @@ def score(
   targets, temperature, wanted = jax.tree.map(
     lambda x: jnp.roll(x, -1, axis=1), (tokens, temperature, wanted)
   )
-  found = scoring.token_logprobs(
-    params,
-    decoder.config,
-    hidden,
-    targets,
-    temperature,
-    chunk=decoder.chunk,
-    wanted=wanted,
-    sharding=decoder.sharding,
-  )
+  if _gives_logits(decoder.config):
+    found = network.token_logprobs(hidden, targets, temperature, wanted=wanted)
+  else:
+    found = scoring.token_logprobs(
+      *_head(decoder, params, hidden),
+      hidden,
+      targets,
+      temperature,
+      chunk=decoder.chunk,
+      wanted=wanted,
+      sharding=decoder.sharding,
+    )
   taken, entropy = (_aligned(x) for x in found)
   return taken, entropy
 
@@ -268,17 +341,36 @@ def most_probable(
   temperature, wanted = jax.tree.map(
     lambda x: jnp.roll(x, -1, axis=1), (temperature, wanted)
   )
-  ids, found = scoring.most_probable(
-    params,
-    decoder.config,
-    hidden,
-    temperature,
-    num=num,
-    chunk=decoder.chunk,
-    wanted=wanted,
-    sharding=decoder.sharding,
-  )
+  if _gives_logits(decoder.config):
+    ids, found = network.most_probable(
+      hidden, temperature, num=num, wanted=wanted
+    )
+  else:
+    ids, found = scoring.most_probable(
+      *_head(decoder, params, hidden),
+      hidden,
+      temperature,
+      num=num,
+      chunk=decoder.chunk,
+      wanted=wanted,
+      sharding=decoder.sharding,
+    )
   return _aligned(ids), _aligned(found)
+
+
+def _gives_logits(config: Shape) -> bool:
+  return isinstance(config, network.Network) and config.head is None
+
+
+def _head(
+  decoder: Decoder, params: types.Tree, hidden: jax.Array
+) -> tuple[types.Tree, scoring.Tied]:
+  """Returns what `scoring` takes for the head of a model."""
+  config = decoder.config
+  if not isinstance(config, network.Network):
+    return params, config
+  assert config.head is not None
+  return {"head": config.head(params)}, scoring.Untied()
 
 
 def _aligned(x: jax.Array) -> jax.Array:

@@ -8,14 +8,29 @@ of a mesh, N tokens of each, C tokens of a chunk, E targets of a token.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_post import types
-from jaxrl_post.models import transformer
+
+
+@runtime_checkable
+class Tied(Protocol):
+  """What says which weight the head is, such as a `transformer.Config`."""
+
+  @property
+  def tie_embeddings(self) -> bool:
+    """Whether it is `embed`, [V, D], and not `head`, [D, V]."""
+    ...
+
+
+class Untied(NamedTuple):
+  """The head is a weight of its own."""
+
+  tie_embeddings: bool = False
 
 
 class _Cut(NamedTuple):
@@ -52,7 +67,7 @@ class _Seen(NamedTuple):
 
 def token_logprobs(
   params: types.Tree,
-  cfg: transformer.Config,
+  cfg: Tied,
   hidden: Float[Array, "B T D"],
   targets: Int[Array, "B T *E"],
   temperature: Float[Array, "B T"],
@@ -65,7 +80,7 @@ def token_logprobs(
 
   Args:
     params: weights.
-    cfg: shape of the decoder.
+    cfg: shape of the decoder: which weight its head is.
     hidden: states that predict `targets`, in the dtype of the products.
     targets: ids; of a position, or a last dim of them.
     temperature: divides the logits of its position, as in the sampler. At 0
@@ -103,7 +118,7 @@ def token_logprobs(
 
 def most_probable(
   params: types.Tree,
-  cfg: transformer.Config,
+  cfg: Tied,
   hidden: Float[Array, "B T D"],
   temperature: Float[Array, "B T"],
   *,
@@ -116,7 +131,7 @@ def most_probable(
 
   Args:
     params: as in `token_logprobs`, likewise the rest.
-    cfg: shape of the decoder.
+    cfg: shape of the decoder: which weight its head is.
     hidden: states that predict.
     temperature: divides the logits.
     num: at most the vocabulary.
@@ -145,7 +160,7 @@ def most_probable(
 
 def _begin(
   params: types.Tree,
-  cfg: transformer.Config,
+  cfg: Tied,
   given: tuple[jax.Array, jax.Array, jax.Array],
   *,
   chunk: int,

@@ -9,6 +9,10 @@ import jax.numpy as jnp
 
 from jaxrl_post import types
 
+# The axis of a dim that is split like "embed", if it is the largest of its
+# weight that can be.
+ANY = "any"
+
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
@@ -92,15 +96,18 @@ def partition(
 
   Returns:
     A tree of `jax.P`. A dim that its mesh axis does not divide is replicated.
+    A mesh axis splits one dim of a weight: of several, the largest it divides.
   """
 
   def one(weight: Weight) -> jax.P:
-    names = []
-    for size, axis in zip(weight.shape, weight.axes, strict=True):
-      target = rules.get(axis)
+    names: list[str | tuple[str, ...] | None] = [None] * len(weight.shape)
+    for i in sorted(range(len(names)), key=lambda i: -weight.shape[i]):
+      axis = weight.axes[i]
+      target = rules.get("embed" if axis == ANY else axis)
       targets = (target,) if isinstance(target, str) else (target or ())
       parts = math.prod(mesh_axes[t] for t in targets)
-      names.append(target if targets and size % parts == 0 else None)
+      if targets and weight.shape[i] % parts == 0 and target not in names:
+        names[i] = target
     return jax.P(*names)
 
   return jax.tree.map(one, spec, is_leaf=_is_weight)

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import experts, transformer
+from jaxrl_post.models import network as networks
 from jaxrl_post.models import spec as specs
 from jaxrl_post.placement import mesh as meshes
+from jaxrl_post.placement import network
 from jaxrl_post.sampling import (
   attention,
   page_kernel,
@@ -61,6 +63,10 @@ def compiled(
   Returns:
     The steps; each is compiled at its first use with arguments of a shape.
   """
+  if isinstance(decoder.config, networks.Network):
+    return network.compiled(
+      mesh, decoder=decoder, cfg=cfg, max_prompt=max_prompt, group=group
+    )
   whole = jax.sharding.NamedSharding(mesh, jax.P())
   rows = meshes.batch_sharding(mesh)
   # Pages of every layer lie as rows do; of key heads, as the weights do.
@@ -82,7 +88,7 @@ def compiled(
   )
   empty = functools.partial(
     steps.empty,
-    decoder.config,
+    decoder.shape,
     size,
     dtype="int8" if cfg.quantized_cache else decoder.dtype,
     num_forced=cfg.max_tokens,
@@ -96,7 +102,7 @@ def compiled(
   read_pages = attention.read_pages
   if in_kernel:
     split = mesh.shape[heads] if heads else 1
-    lie = page_kernel.formats(pages, decoder.config.num_kv_heads // split)
+    lie = page_kernel.formats(pages, decoder.shape.num_kv_heads // split)
     shardings = dataclasses.replace(shardings, own=(lie,) * len(shapes.own))
     read_pages = page_kernel.on(mesh, meshes.GENERATION_BATCH, heads)
 

@@ -18,7 +18,13 @@ import numpy as np
 
 from jaxrl_post import types
 from jaxrl_post.algos import algorithm
-from jaxrl_post.models import among, experts, quantize, transformer, weights
+from jaxrl_post.models import (
+  among,
+  experts,
+  network,
+  quantize,
+  weights,
+)
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import spec as specs
 from jaxrl_post.placement import bridge, fingerprint, generator, replica
@@ -192,7 +198,7 @@ def placed_on(
   decoder: decoders.Decoder, mesh: jax.sharding.Mesh
 ) -> decoders.Decoder:
   """Returns the decoder for rows that lie on a training mesh."""
-  spec = transformer.spec(decoder.config)
+  spec = decoders.spec(decoder.config)
   rules, _ = meshes.fit_rules(spec, meshes.TRAINING_RULES, mesh)
   lie = meshes.token_sharding(mesh)
   read = among.on(
@@ -268,7 +274,7 @@ def build(
     InputError: sizes do not fit the devices, or weights not the model.
   """
   placed = _meshes(cfg, devices, process, processes)
-  spec = transformer.spec(decoder.config)
+  spec = decoders.spec(decoder.config)
   home = meshes.weight_shardings(spec, meshes.TRAINING_RULES, placed.training)
   shapes = specs.abstract(spec, jnp.dtype("float32"))
   sampled = quantize.spec(spec) if sampling.quantized else spec
@@ -297,9 +303,14 @@ def build(
 
   def draw() -> types.Tree:
     if path is not None:
-      return weights.read_params(path, decoder.config, home, "float32")
-    start = functools.partial(specs.init, spec, dtype=jnp.dtype("float32"))
-    return jax.jit(start, out_shardings=home)(jax.random.fold_in(key, 0))
+      return weights.read_params(path, decoder.shape, home, "float32")
+    start = functools.partial(
+      decoders.init, decoder.config, dtype=jnp.dtype("float32")
+    )
+    params = jax.jit(start, out_shardings=home)(jax.random.fold_in(key, 0))
+    if isinstance(decoder.config, network.Network):
+      network.probe(decoder.config, params)
+    return params
 
   params = specs.on(shapes, home)
 

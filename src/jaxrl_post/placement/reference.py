@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import spec as specs
-from jaxrl_post.models import transformer, weights
+from jaxrl_post.models import weights
 from jaxrl_post.placement import fingerprint
 from jaxrl_post.placement import mesh as meshes
 
@@ -74,19 +74,21 @@ def place(
     key: the run's key.
     host: the kind of memory that the weights wait in; None is the devices'.
   """
-  spec = transformer.spec(source.decoder.config)
+  spec = decoders.spec(source.decoder.config)
   home = meshes.weight_shardings(spec, meshes.TRAINING_RULES, mesh)
   dtype = source.decoder.dtype
 
   def load() -> Reference:
     if source.path is None:
-      start = functools.partial(specs.init, spec, dtype=jnp.dtype(dtype))
+      start = functools.partial(
+        decoders.init, source.decoder.config, dtype=jnp.dtype(dtype)
+      )
       # The policy's own weights are of 0.
       own = jax.random.fold_in(key, 1)
       params = jax.jit(start, out_shardings=home)(own)
     else:
       params = weights.read_params(
-        source.path, source.decoder.config, home, dtype
+        source.path, source.decoder.shape, home, dtype
       )
     digest = _digest(params, home)
     if host is not None:

@@ -164,7 +164,7 @@ class Replica:
       jax.config.update("jax_platforms", "cpu")
       jax.config.update("jax_num_cpu_devices", recipe.cpu_devices)
     mesh = meshes.build(recipe.axes, jax.local_devices())
-    spec = transformer.spec(recipe.decoder.config)
+    spec = transformer.spec(recipe.decoder.shape)
     if recipe.sampling.quantized:
       spec = quantize.spec(spec)
     rules, _ = meshes.fit_rules(spec, meshes.GENERATION_RULES, mesh)

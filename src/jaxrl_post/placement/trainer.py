@@ -13,7 +13,6 @@ from jaxrl_post import types
 from jaxrl_post.algos import algorithm
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import spec as specs
-from jaxrl_post.models import transformer
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.placement import reference as references
 from jaxrl_post.training import critic as critics
@@ -116,7 +115,7 @@ def build(
   """
   # A tree of shardings takes the record's place: not arrays, hence Any.
   whole: Any = jax.sharding.NamedSharding(mesh, jax.P())
-  trains, weights = cut.trained, transformer.spec(decoder.config)
+  trains, weights = cut.trained, decoders.spec(decoder.config)
   by_adapter = _adapter_shardings(trains, weights, mesh)
   init = functools.partial(
     _init,

@@ -16,6 +16,7 @@ import jax
 
 from jaxrl_post import config, prepare, types
 from jaxrl_post.data import pack
+from jaxrl_post.models import network
 from jaxrl_post.placement import generator, programs, traffic
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.placement import trainer as trainers
@@ -156,6 +157,11 @@ def check(cfg: config.Run) -> None:
   Raises:
     InputError: names the setting.
   """
+  if isinstance(cfg.model.config, network.Network):
+    raise types.InputError(
+      "model: expected a transformer of this project with --mode=compile, got "
+      "a model of your own. Run it on the machine itself."
+    )
   if cfg.placement.mode == "roles":
     raise types.InputError(
       "placement.mode: expected colocated or split with --mode=compile, got "

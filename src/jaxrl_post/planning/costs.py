@@ -293,7 +293,12 @@ def _key_cost(model: Mapping[str, Any]) -> float:
   if given is None:
     shape = weights.read_config(model["path"])
   else:
-    names = (f.name for f in dataclasses.fields(transformer.Config))
+    names = [f.name for f in dataclasses.fields(transformer.Config)]
+    if not set(names) <= given.keys():
+      raise types.InputError(
+        "--mode=plan: expected runs of a transformer of this project, got one "
+        f"of {given.get('about')}, whose operations are not known. Plan others."
+      )
     sizes = {name: given[name] for name in names if name != "rope_scaling"}
     mixture = sizes["experts"]
     if mixture is not None:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.sampling import programs, reader, rows, space, steps, tally
+from jaxrl_post.sampling import blocks, programs, reader, rows, space, tally
 
 # Below it, logits divided by the temperature leave float32.
 _COLDEST = 0.01
@@ -168,7 +168,7 @@ class Engine:
       most=-(-cfg.rows // self._size.group),
       dispatch=dispatch,
     )
-    self._state: steps.DecodeState | None = None
+    self._state: types.Tree = None  # See `programs.Steps`.
     self._rows: list[rows.Row | None] = [None] * cfg.rows
     self._space = space.Space(
       self._rows, self._size, block=cfg.block, max_tokens=cfg.max_tokens
@@ -322,7 +322,7 @@ class Engine:
       row.read()
       done.append(row.finished())
       self.seats.append((index, row.uid, row.since, len(row.tokens)))
-      row.held = row.request.hold
+      row.held = row.request.hold and self._steps.holds
       if active[index] or (stopped and row.held):
         cut[index] = len(row.tokens) if row.held else 0
       row.used = len(row.tokens)
@@ -460,13 +460,13 @@ class Engine:
     with self._dispatch:
       self._state = self._steps.cut(self._allocated(), every)
 
-  def _decode(self, params: types.Tree) -> steps.Block:
+  def _decode(self, params: types.Tree) -> blocks.Block:
     with self._dispatch:
       weights, state = self._weights.of(params), self._allocated()
       self._state, block = self._steps.decode(weights, state, self._key)
     return block
 
-  def _allocated(self) -> steps.DecodeState:
+  def _allocated(self) -> types.Tree:
     state, self._state = self._state, None  # The caller donates it.
     if state is None and self._has_cache:
       raise types.RunError(

@@ -18,8 +18,14 @@ from jaxtyping import Array, Int
 
 from jaxrl_post import types
 from jaxrl_post.data import tokenizer as tokenizers
+from jaxrl_post.sampling import (
+  blocks,
+  jetstream_package,
+  programs,
+  reader,
+  steps,
+)
 from jaxrl_post.sampling import engine as engines
-from jaxrl_post.sampling import jetstream_package, programs, reader, steps
 from jaxrl_post.sampling import prefix as prefixes
 
 # What JetStream pads prompts to; the largest prompt is one of them.
@@ -396,7 +402,7 @@ def check(cfg: engines.Sampling, group_size: int, max_prompt: int) -> None:
 
 
 def _columns(
-  block: steps.Block, made: Int[Array, " B"]
+  block: blocks.Block, made: Int[Array, " B"]
 ) -> Int[Array, "B columns"]:
   """Puts a block into one array, as JetStream reads it."""
   valid = block.valid.astype(jnp.int32)

@@ -1,7 +1,7 @@
 """The engine's pure steps on prompts: prefill, and extend for long ones."""
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,27 @@ class Prefix:
   scores: Scores | None = None
 
 
+@types.record
+class Memory:
+  """Prompts as a model of the user's own remembers them, see `network`.
+
+  Attributes:
+    memory: of each prompt, with all but its last token in it.
+    last_token: as of `Prefix`, likewise the next.
+    length: tokens in each prompt.
+    scores: none.
+  """
+
+  memory: types.Tree
+  last_token: Int[Array, " P"]
+  length: Int[Array, " P"]
+  scores: None = None
+
+
+# What a prompt that was read is to the engine.
+Read: TypeAlias = Prefix | Memory
+
+
 def prefill(
   params: types.Tree,
   tokens: Int[Array, "P C"],
@@ -71,7 +92,7 @@ def prefill(
   Returns:
     The prefix of each prompt. What lies beyond `length` is never attended to.
   """
-  cfg, (num, chunk) = decoder.config, tokens.shape
+  cfg, (num, chunk) = decoder.shape, tokens.shape
   shape = (cfg.num_layers, num, bucket or chunk, cfg.num_kv_heads)
   blank = jnp.zeros((*shape, cfg.head_width), decoder.dtype)
   scores = None
@@ -126,7 +147,7 @@ def extend(
 
   hidden, (k, v) = transformer.forward(
     params,
-    decoder.config,
+    decoder.shape,
     tokens,
     positions,
     cache=(prefix.k, prefix.v),
@@ -163,7 +184,7 @@ def _scored(
   before = jnp.concatenate([scores.hidden[:, None], hidden[:, :-1]], axis=1)
   logprobs, _ = scoring.token_logprobs(
     params,
-    decoder.config,
+    decoder.shape,
     before,
     tokens,
     jnp.broadcast_to(scores.temperature[:, None], tokens.shape),

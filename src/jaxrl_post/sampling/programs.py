@@ -7,13 +7,15 @@ from typing import Any
 import jax
 
 from jaxrl_post import types
-from jaxrl_post.sampling import pages, steps
-from jaxrl_post.sampling import prefix as prefixes
+from jaxrl_post.sampling import blocks, pages
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
   """The compiled steps of one engine, as a placement provides them.
+
+  The state is `steps.DecodeState`, or `network.State` of a model of the user's
+  own; a prefix one of `prefix.Read`.
 
   Attributes:
     size: of the cache.
@@ -28,22 +30,24 @@ class Steps:
     resume: donates the state.
     state: shapes of the state, and how it lies on the devices.
     prefix: how a prefix lies.
+    holds: whether a row that has ended can stay in the cache, see
+      `types.Request.hold`; otherwise what goes on from it is made again.
   """
 
   size: pages.Sizes
-  empty: Callable[[], steps.DecodeState]
+  empty: Callable[[], types.Tree]
   layout: Callable[[types.Tree], types.Tree]
-  prefill: Callable[..., prefixes.Prefix]
-  extend: Callable[..., prefixes.Prefix]
-  insert: Callable[..., steps.DecodeState]
+  prefill: Callable[..., types.Tree]
+  extend: Callable[..., types.Tree]
+  insert: Callable[..., types.Tree]
   decode: Callable[
-    [types.Tree, steps.DecodeState, jax.Array],
-    tuple[steps.DecodeState, steps.Block],
+    [types.Tree, types.Tree, jax.Array], tuple[types.Tree, blocks.Block]
   ]
-  cut: Callable[[steps.DecodeState, Any], steps.DecodeState]
-  resume: Callable[..., steps.DecodeState]
-  state: steps.DecodeState
-  prefix: prefixes.Prefix
+  cut: Callable[[types.Tree, Any], types.Tree]
+  resume: Callable[..., types.Tree]
+  state: types.Tree
+  prefix: types.Tree
+  holds: bool = True
 
 
 class LaidOut:

@@ -88,9 +88,9 @@ class Reader:
     self.tokens, self.calls, self.seconds = 0, 0, 0.0
     # Since when something is being read, and what was launched last.
     self._since: float | None = None
-    self._last: prefixes.Prefix | None = None
+    self._last: prefixes.Read | None = None
 
-  def warm_up(self, params: types.Tree) -> list[prefixes.Prefix]:
+  def warm_up(self, params: types.Tree) -> list[prefixes.Read]:
     """Compiles the programs of every bucket; returns a prefix of each."""
     made = []
     for bucket in self.buckets:
@@ -177,7 +177,7 @@ class Reader:
       "engine/prefill_s": self.seconds,
     }
 
-  def _launched(self, prefix: prefixes.Prefix, count: int) -> None:
+  def _launched(self, prefix: prefixes.Read, count: int) -> None:
     self._last = prefix
     self.tokens += count
     self.launched("prefill", prefix)
@@ -197,7 +197,7 @@ class Reader:
     length: np.ndarray,
     room: int,
     temperature: np.ndarray | None = None,
-  ) -> prefixes.Prefix:
+  ) -> prefixes.Read:
     with self._dispatch:
       if temperature is None:
         return self._compiled.prefill(params, tokens, length, room)
@@ -206,10 +206,10 @@ class Reader:
   def _extend(
     self,
     params: types.Tree,
-    prefix: prefixes.Prefix,
+    prefix: prefixes.Read,
     tokens: np.ndarray,
     begin: int,
-  ) -> prefixes.Prefix:
+  ) -> prefixes.Read:
     with self._dispatch:
       return self._compiled.extend(
         params, prefix, tokens, np.array(begin, np.int32)

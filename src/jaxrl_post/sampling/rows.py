@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.sampling import pages, steps, stop_strings
+from jaxrl_post.sampling import blocks, pages, steps, stop_strings
 from jaxrl_post.sampling import prefix as prefixes
 
 # Token ids to text.
@@ -22,7 +22,7 @@ Decode: TypeAlias = Callable[[Sequence[int]], str]
 class Made:
   """A block on its way to the host."""
 
-  def __init__(self, block: steps.Block, version: int) -> None:
+  def __init__(self, block: blocks.Block, version: int) -> None:
     """Begins the copy of what rows read later."""
     self.version = version
     arrays = (block.tokens, block.logprobs)
@@ -249,7 +249,7 @@ class Waiting:
 
   request: types.Request
   rows: collections.deque[Row]
-  prefix: prefixes.Prefix | None = None
+  prefix: prefixes.Read | None = None
   source: int = 0
   begin: int = 0
   tag: int = 0
@@ -264,7 +264,7 @@ class Waiting:
     """Returns the tag of the rows that share the `place`-th of its prefixes."""
     return (self.tag + place) % (2**32 - 1) + 1
 
-  def read(self, prefix: prefixes.Prefix, begin: int) -> None:
+  def read(self, prefix: prefixes.Read, begin: int) -> None:
     """Takes a prefix that has its prompt up to `begin`."""
     self.prefix, self.begin = prefix, begin
     if self.ready and prefix.scores is not None:

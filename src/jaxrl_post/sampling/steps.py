@@ -21,12 +21,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import transformer
-from jaxrl_post.sampling import attention, pick
+from jaxrl_post.sampling import attention, blocks, pick
 from jaxrl_post.sampling import pages as paging
 from jaxrl_post.sampling import prefix as prefixes
 
@@ -82,30 +82,6 @@ class DecodeState:
   position: Int[Array, " B"]
   active: Bool[Array, " B"]
   rows: Rows
-
-
-@types.record
-class Block:
-  """What one `decode` made, column by column.
-
-  Attributes:
-    tokens: 0 where not valid.
-    logprobs: in nats; 0 where not valid.
-    valid: the row sampled a token at that column; one run a row, which begins
-      behind the tokens that were forced.
-    top_ids: the most probable tokens of each place; 0 where not valid.
-    top_logprobs: theirs.
-    active: rows that go on after the block.
-    made: tokens of each row's completion after it, forced ones included.
-  """
-
-  tokens: Int[Array, "B T"]
-  logprobs: Float[Array, "B T"]
-  valid: Bool[Array, "B T"]
-  top_ids: Int[Array, "B T n"]
-  top_logprobs: Float[Array, "B T n"]
-  active: Bool[Array, " B"]
-  made: Int[Array, " B"]
 
 
 def rows_for(
@@ -188,17 +164,22 @@ def empty(
     token=jnp.zeros(rows, jnp.int32),
     position=jnp.zeros(rows, jnp.int32),
     active=jnp.zeros(rows, bool),
-    rows=Rows(
-      uid=jnp.zeros(rows, jnp.uint32),
-      tag=jnp.zeros(rows, jnp.uint32),
-      member=jnp.zeros(rows, jnp.int32),
-      seed=jnp.full(rows, -1, jnp.int32),
-      controls=pick.idle_controls(rows, MAX_IDS, MAX_IDS),
-      max_tokens=jnp.zeros(rows, jnp.int32),
-      made=jnp.zeros(rows, jnp.int32),
-      forced=jnp.full((rows, num_forced), -1, jnp.int32),
-      hold=jnp.zeros(rows, bool),
-    ),
+    rows=idle(rows, num_forced),
+  )
+
+
+def idle(rows: int, num_forced: int) -> Rows:
+  """Returns rows that sample nothing, each field a buffer of its own."""
+  return Rows(
+    uid=jnp.zeros(rows, jnp.uint32),
+    tag=jnp.zeros(rows, jnp.uint32),
+    member=jnp.zeros(rows, jnp.int32),
+    seed=jnp.full(rows, -1, jnp.int32),
+    controls=pick.idle_controls(rows, MAX_IDS, MAX_IDS),
+    max_tokens=jnp.zeros(rows, jnp.int32),
+    made=jnp.zeros(rows, jnp.int32),
+    forced=jnp.full((rows, num_forced), -1, jnp.int32),
+    hold=jnp.zeros(rows, bool),
   )
 
 
@@ -318,7 +299,7 @@ def decode(
   num_steps: int,
   num_top: int = 0,
   read_pages: attention.ReadPages = attention.read_pages,
-) -> tuple[DecodeState, Block]:
+) -> tuple[DecodeState, blocks.Block]:
   """Samples up to `num_steps` tokens in every active row.
 
   Args:
@@ -342,27 +323,9 @@ def decode(
   if not isinstance(params["layers"], tuple):
     params = transformer.unstack(params)
   groups = attention.groups(state.table, page)
-  block = Block(
-    tokens=jnp.zeros((num_rows, num_steps), jnp.int32),
-    logprobs=jnp.zeros((num_rows, num_steps), jnp.float32),
-    valid=jnp.zeros((num_rows, num_steps), bool),
-    top_ids=jnp.zeros((num_rows, num_steps, num_top), jnp.int32),
-    top_logprobs=jnp.zeros((num_rows, num_steps, num_top), jnp.float32),
-    active=state.active,
-    made=state.rows.made,
-  )
-  # One more, so that also a row of forced tokens only ends in a free one.
-  forced_tokens = jnp.pad(
-    state.rows.forced, ((0, 0), (0, 1)), constant_values=-1
-  )
 
-  def proceed(carry: tuple[jax.Array, DecodeState, Block]) -> jax.Array:
-    return (carry[0] < num_steps) & jnp.any(carry[1].active)
-
-  def one(carry: tuple[jax.Array, DecodeState, Block]):
-    column, state, block = carry
-    rows, active = state.rows, state.active
-    here = state.position.reshape(parts), active.reshape(parts)
+  def read(state: DecodeState) -> tuple[jax.Array, DecodeState]:
+    here = state.position.reshape(parts), state.active.reshape(parts)
     table = paging.advance(state.table, *here, page)
     seen = attention.view(table, groups, *here, page)
 
@@ -374,7 +337,7 @@ def decode(
 
     hidden, cache = transformer.forward(
       params,
-      decoder.config,
+      decoder.shape,
       state.token[:, None],
       state.position[:, None],
       cache=tuple(zip(state.own, state.prompt, strict=True)),
@@ -382,56 +345,22 @@ def decode(
       mix=decoder.mix,
       dtype=decoder.dtype,
     )
-    picked = pick.pick(
-      transformer.logits(params, decoder.config, hidden[:, 0]),
-      _token_keys(key, rows, state.position + 1),
-      rows.controls,
-      rows.made,
-      num_top=num_top,
+    own = tuple(own for own, _ in cache)
+    return (
+      transformer.logits(params, decoder.shape, hidden[:, 0]),
+      dataclasses.replace(state, own=own, table=table),
     )
-    forced = jnp.take_along_axis(
-      forced_tokens, rows.made[:, None], axis=1, mode="clip"
-    )[:, 0]
-    token = jnp.where(forced >= 0, forced, picked.token)
-    drawn = active & (forced < 0)
-    made = rows.made + active.astype(jnp.int32)
-    stops = jnp.any(token[:, None] == rows.controls.stop_ids, axis=-1) & drawn
-    block = dataclasses.replace(
-      block,
-      tokens=block.tokens.at[:, column].set(jnp.where(drawn, token, 0)),
-      logprobs=block.logprobs.at[:, column].set(
-        jnp.where(drawn, picked.logprob, 0.0)
-      ),
-      valid=block.valid.at[:, column].set(drawn),
-      top_ids=block.top_ids.at[:, column].set(
-        jnp.where(drawn[:, None], picked.top_ids, 0)
-      ),
-      top_logprobs=block.top_logprobs.at[:, column].set(
-        jnp.where(drawn[:, None], picked.top_logprobs, 0.0)
-      ),
-      active=active & ~stops & (made < rows.max_tokens),
-      made=made,
-    )
-    state = DecodeState(
-      own=tuple(own for own, _ in cache),
-      prompt=state.prompt,
-      table=table,
-      token=jnp.where(active, token, state.token),
-      position=state.position + active.astype(jnp.int32),
-      active=block.active,
-      rows=dataclasses.replace(rows, made=made),
-    )
-    return column + 1, state, block
 
-  start = (jnp.zeros((), jnp.int32), state, block)
-  _, state, block = jax.lax.while_loop(proceed, one, start)
+  state, made = blocks.sample(
+    state, key, read, num_steps=num_steps, num_top=num_top
+  )
   ended = ~(state.active | state.rows.hold)
   table = paging.release(state.table, ended.reshape(parts))
-  return dataclasses.replace(state, table=table), block
+  return dataclasses.replace(state, table=table), made
 
 
 def completions(
-  block: Block,
+  block: blocks.Block,
   uids: Sequence[int],
   *,
   version: int,
@@ -470,17 +399,3 @@ def finish(
 ) -> Literal["stop", "length"]:
   """Says what ended a completion: a stop token, or the limit."""
   return "stop" if tokens[-1] in stop_ids else "length"
-
-
-def _token_keys(key: jax.Array, rows: Rows, position: jax.Array) -> jax.Array:
-  """Returns the key of a token for each row; of a seeded one, by its member."""
-
-  def one(uid: Any, seed: Any, member: Any, position: Any) -> jax.Array:
-    own = jax.random.key_data(jax.random.key(seed))
-    given = seed >= 0
-    base = jnp.where(given, own, jax.random.key_data(key))
-    base = jax.random.wrap_key_data(base)
-    name = jnp.where(given, member.astype(jnp.uint32), uid)
-    return jax.random.fold_in(jax.random.fold_in(base, name), position)
-
-  return jax.vmap(one)(rows.uid, rows.seed, rows.member, position)

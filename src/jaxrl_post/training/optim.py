@@ -106,9 +106,10 @@ def build(cfg: Optim, num_steps: int) -> optax.GradientTransformation:
 
   def decays(params: types.Tree) -> types.Tree:
     # Vectors are told by name: stacked, they have two dims too.
-    vectors = ("norm", "bias", "value_head")
+    vectors = ("norm", "bias", "scale", "value_head")
     return jax.tree.map_with_path(
-      lambda path, _: not str(path[-1].key).endswith(vectors), params
+      lambda path, x: x.ndim > 1 and not str(path[-1].key).endswith(vectors),
+      params,
     )
 
   return optax.chain(

@@ -1,0 +1,197 @@
+"""Runs of flax models of the user's own, from the settings to the weights."""
+
+import functools
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_post import config, loop, prepare, types
+from tests.e2e import runs
+
+FILE = pathlib.Path(__file__).with_name("own_models.py")
+SPLIT = ("placement.mode=split", "stream.asynchronous=false")
+# Ways to the same numbers differ by their last bits.
+CLOSE = 1e-5
+
+
+@pytest.fixture(name="made", scope="module")
+def _made(tmp_path_factory):
+  """Makes each run once, when it is first asked for."""
+
+  @functools.cache
+  def made(exp: str, *assignments: str) -> runs.Trained:
+    return train(tmp_path_factory.mktemp("run"), exp, *assignments)
+
+  with runs.compile_cache():
+    yield made
+
+
+def configured(exp, *assignments):
+  run = config.load(f"{FILE}:{exp}", FILE.parent)
+  return config.override(run, assignments)
+
+
+def train(folder, exp, *assignments):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      runs, "configured", lambda *given, exp: configured(exp, *given)
+    )
+    return runs.train(folder, *assignments, exp=exp)
+
+
+def sampled(run: runs.Trained):
+  return [
+    [r.completion.tokens for group in batch for r in group.rollouts]
+    for batch in run.groups
+  ]
+
+
+def reported(run: runs.Trained):
+  return np.concatenate(
+    [
+      r.completion.logprobs
+      for batch in run.groups
+      for group in batch
+      for r in group.rollouts
+    ]
+  )
+
+
+def same_losses(one: runs.Trained, other: runs.Trained):
+  for x, y in zip(one.metrics, other.metrics, strict=True):
+    assert x["loss/policy"] == pytest.approx(y["loss/policy"], abs=CLOSE)
+    assert x["loss/grad_norm"] == pytest.approx(y["loss/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+  ("exp", "more"),
+  [
+    ("linen_plain", ()),
+    ("linen_plain", SPLIT),
+    ("linen_cached", ()),
+    ("nnx_cached", ()),
+    ("nnx_cached", SPLIT),
+  ],
+)
+def test_a_model_of_ones_own_trains(exp, more, made):
+  """Weights move, and engine and trainer agree on every one of them."""
+  run = made(exp, *more)
+  assert [line["policy_version"] for line in run.metrics] == [1, 2]
+  for line in run.metrics:
+    assert line["loss/update_norm"] > 0
+    assert line["mismatch/max_abs"] <= CLOSE
+    assert line["loss/skipped"] == 0
+
+
+@pytest.mark.parametrize("exp", ["linen_plain", "nnx_cached"])
+def test_split_samples_what_colocated_does(exp, made):
+  one, other = made(exp), made(exp, *SPLIT)
+  assert sampled(one) == sampled(other)
+
+
+def test_a_cache_changes_no_token(made):
+  one, other = made("nnx_plain"), made("nnx_cached")
+  assert sampled(one) == sampled(other)
+  assert reported(one) == pytest.approx(reported(other), abs=CLOSE)
+
+
+@pytest.mark.parametrize("exp", ["linen_plain", "nnx_cached"])
+def test_neither_rows_nor_blocks_change_a_token(exp, made):
+  """Rows that wait for one, blocks that end within, prompts in two chunks."""
+  sizes = ("rows=4", "block=3", "prefill_tokens=1")
+  other = made(exp, *(f"sampling.{size}" for size in sizes))
+  one = made(exp)
+  assert sampled(one) == sampled(other)
+  assert reported(one) == pytest.approx(reported(other), abs=CLOSE)
+
+
+def test_rows_of_several_rollouts_are_for_a_model_with_a_mask(made):
+  """Several in a row or not, what is learned is the same."""
+  for exp, alone in (("linen_cached", False), ("linen_alone", True)):
+    cfg = configured(exp)
+    layout = prepare.layout(cfg, prepare.model(cfg).config, 1)
+    assert layout.alone is alone
+  one, other = made("linen_cached"), made("linen_alone")
+  assert sampled(one) == sampled(other)
+  same_losses(one, other)
+
+
+def test_it_learns_to_say_a(made):
+  run = made("linen_plain", "num_steps=16", "optim.learning_rate=3e-2")
+  rewards = [line["reward/mean"] for line in run.metrics]
+  assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(made, tmp_path):
+  exp = "nnx_cached"
+  whole = made(exp, "num_steps=3", "checkpoint.every=1")
+  train(tmp_path, exp, "num_steps=2", "checkpoint.every=1")
+  again = train(tmp_path, exp, "num_steps=3", "checkpoint.every=1")
+  assert len(again.groups) == 1
+  for x, y in zip(
+    jax.tree.leaves((whole.state.params, whole.state.opt_state)),
+    jax.tree.leaves((again.state.params, again.state.opt_state)),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(x, y)
+
+
+def test_a_mesh_trains_as_one_device_does(made):
+  """Named weights and others are cut, and the numbers stay."""
+  exp = "linen_plain"
+  axes = ("training.fsdp=2", "training.data=2", "generation.data=4")
+  run = made(exp, *(f"placement.{size}" for size in axes))
+  one = made(exp)
+  assert sampled(run) == sampled(one)
+  specs = {tuple(x.sharding.spec) for x in jax.tree.leaves(run.state.params)}
+  assert any("fsdp" in spec for spec in specs)
+  same_losses(run, one)
+
+
+def test_weights_that_are_not_finite_end_the_run(tmp_path):
+  cfg = configured("with_nan")
+  with pytest.raises(types.RunError, match="got NaN from weights of version 0"):
+    loop.run(cfg, prepare.prepare(cfg), tmp_path)
+
+
+def test_the_command_line_trains_it_and_goes_on(tmp_path):
+  run = (f"--exp={FILE}:nnx_cached", "--workdir=run")
+  done = runs.run(tmp_path, *run, *runs.settings("checkpoint.every=1"))
+  assert done.code == 0, done.err
+  assert "model.config.about = 'nnx " in done.out
+  assert "16 rollouts -> 1 x 16 rows" in done.out
+  more = runs.settings("checkpoint.every=1", "num_steps=3")
+  assert runs.run(tmp_path, *run, *more).code == 0
+  assert runs.steps(tmp_path / "run")[-1] == 3
+
+
+@pytest.mark.parametrize(
+  ("exp", "more", "text"),
+  [
+    ("with_dropout", (), "draws no random numbers when it is run"),
+    ("linen_plain", ("--mode=serve",), "--mode=serve, got a model of your own"),
+  ],
+)
+def test_a_wrong_model_is_said_in_one_line(exp, more, text, tmp_path):
+  done = runs.run(tmp_path, f"--exp={FILE}:{exp}", *more)
+  assert done.code == 2
+  assert text in done.err
+  assert len(done.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+  ("setting", "place"),
+  [
+    ("placement.mode=roles", "placement.mode"),
+    ("sampling.dtype=int8", "sampling.dtype"),
+    ("sampling.cache=0.5", "sampling.cache"),
+    ("optim.trained.rank=2", "optim.trained"),
+    ("model.remat=layer", "model.remat"),
+    ("sampling.max_tokens=6", "data.max_prompt"),
+  ],
+)
+def test_what_takes_a_transformer_of_ours_is_refused(setting, place):
+  with pytest.raises(types.InputError, match=f"^{place}"):
+    prepare.prepare(configured("linen_plain", setting))
