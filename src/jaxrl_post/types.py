@@ -8,7 +8,7 @@ L layers. Log-probabilities are in nats.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import (
   Any,
   Literal,
@@ -450,5 +450,7 @@ class Group:
 
 
 # A reward: the rollout and the reference of its prompt to a number, or to
-# named parts that the configured weights add up.
-Reward = Callable[[Rollout, Any], float | Mapping[str, float]]
+# named parts that the configured weights add up; `rewards.protocol` has more.
+# None, as NaN, is no reward.
+RewardValue = float | Mapping[str, float] | None
+Reward = Callable[[Rollout, Any], RewardValue | Awaitable[RewardValue]]

@@ -1,4 +1,4 @@
-"""The recipes in experiments/ start; the one for accelerators runs, small."""
+"""The recipes in experiments/ start; those for accelerators run, small."""
 
 import importlib.util
 import json
@@ -12,6 +12,7 @@ from bench import curve
 from jaxrl_post import config, loop, prepare, types
 from tests.e2e import runs
 from tests.reference import tiny_folder
+from tests.unit import reward_servers_test as servers
 
 EXPERIMENTS = runs.ROOT / "experiments"
 QWEN3 = f"--exp={EXPERIMENTS / 'gsm8k_qwen3.py'}"
@@ -34,14 +35,29 @@ SMALL = (
 )
 
 
+# Recipes that read a model and questions.
+WITH_INPUTS = ("code_unit_tests", "gsm8k_qwen3", "judge")
+
+
+@pytest.fixture(autouse=True)
+def _cached():
+  with runs.compile_cache():
+    yield
+
+
 @pytest.fixture(name="inputs", scope="module")
 def _inputs(tmp_path_factory) -> tuple[str, ...]:
-  """Makes what the recipe for accelerators reads, small; as settings."""
+  """Makes what the recipes for accelerators read, small; as settings."""
   folder = tmp_path_factory.mktemp("inputs")
   tiny_folder.write(folder / "model", "qwen3")
   for part in ("train", "test"):
     rows = [
-      {"question": f"{n} and {n}?", "answer": f"Twice.\n#### {2 * n}"}
+      {
+        "question": f"{n} and {n}?",
+        "answer": f"Twice.\n#### {2 * n}",
+        "prompt": "Twice?",
+        "tests": [f"assert f({n}) == {2 * n}"],
+      }
       for n in range(12)
     ]
     text = "\n".join(json.dumps(row) for row in rows)
@@ -58,7 +74,7 @@ def _inputs(tmp_path_factory) -> tuple[str, ...]:
 )
 def test_a_recipe_with_its_inputs_passes_a_dry_run(name, inputs):
   run = config.load(name, EXPERIMENTS)
-  if name == "gsm8k_qwen3":
+  if name in WITH_INPUTS:
     run = config.override(run, [*inputs, *SMALL])
   parts = prepare.prepare(run)
   plan = prepare.plan(run, parts, run.placement.cpu_devices or 2)
@@ -131,6 +147,42 @@ def test_c34_the_recipe_trains_in_bfloat16_on_a_split_placement(
     assert line["staleness/max"] <= 1
   # The first batch was sampled by the weights that it trains.
   assert 0 < steps[0]["mismatch/mean_abs"] < 0.02
+
+
+def test_programs_are_scored_by_their_tests_in_a_run(inputs, tmp_path):
+  run = config.load("code_unit_tests", EXPERIMENTS)
+  run = config.override(run, [*inputs, *SMALL])
+  with jax.numpy_dtype_promotion("standard"):
+    state = loop.run(run, prepare.prepare(run), tmp_path)
+  assert int(state.step) == 2
+  for line in runs.metrics(tmp_path)[1:]:
+    assert line["reward/missing"] == 0
+    assert 0 <= line["reward/part/passed"] <= 1
+    assert -1 < line["reward/part/repetition"] <= 0
+
+
+def _letters(handler, body):
+  """Judges by how many letters the answer has."""
+  text = body["messages"][0]["content"]
+  answer = text.partition("[Answer]\n")[2].partition("\n\n[End of")[0]
+  verdict = f"Score: {min(len(answer), 10)}"
+  servers.say(servers.chat(verdict), handler, body)
+
+
+def test_a_judge_scores_a_run(inputs, tmp_path, monkeypatch):
+  monkeypatch.setenv("no_proxy", "127.0.0.1")
+  with servers.Server(_letters) as server:
+    monkeypatch.setenv("JUDGE_URL", server.url)
+    run = config.load("judge", EXPERIMENTS)
+    run = config.override(run, [*inputs, *SMALL])
+    with jax.numpy_dtype_promotion("standard"):
+      state = loop.run(run, prepare.prepare(run), tmp_path)
+  assert int(state.step) == 2
+  lines = runs.metrics(tmp_path)[1:]
+  assert [line["reward/missing"] for line in lines] == [0, 0]
+  assert all(0 < line["reward/part/graded"] <= 1 for line in lines)
+  # Two steps of 16 rollouts, and three held-out questions before and after.
+  assert len(server.asked) >= 2 * 16 + 2 * 3
 
 
 def _leaves(tree):

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import threading
 
 import jax
@@ -39,6 +40,10 @@ def test_c73_a_reward_that_raises_ends_the_run(tmp_path):
   assert "ValueError: boom" in end.err
   # The frame of the worker, not only that of the one who waited.
   assert "in boom" in end.err
+  # Cause and advice come last, in one line.
+  last = end.err.rstrip().splitlines()[-1]
+  assert re.search("reward boom, rollout 1[2-5]: ValueError: boom. Mend ", last)
+  assert "rewards.on_failure=mask" in last
   assert end.survivors == ()
 
 

@@ -270,20 +270,6 @@ def test_an_objective_says_what_it_needs(objective, needs):
   assert objective.needs == needs
 
 
-@pytest.mark.parametrize(
-  ("length", "expected"),
-  [(0, 0), (80, 0), (85, -0.25), (90, -0.5), (100, -1), (140, -1)],
-)
-def test_an_answer_is_punished_softly_as_it_nears_the_limit(length, expected):
-  assert dapo.overlong_penalty(length, most=100, margin=20) == expected
-
-
-@pytest.mark.parametrize("margin", [0, -1, 101])
-def test_a_margin_beyond_the_limit_is_refused(margin):
-  with pytest.raises(types.InputError, match="0 < margin <= 100, got"):
-    dapo.overlong_penalty(5, most=100, margin=margin)
-
-
 def test_dapo_leaves_out_truncated_rollouts_and_clips_higher():
   objective = dapo.objective()
   assert objective.mask_truncated and not grpo.objective().mask_truncated

@@ -19,6 +19,7 @@ import pytest
 from jaxrl_post import types
 from jaxrl_post.rewards import format as format_reward
 from jaxrl_post.rewards import pool as pools
+from jaxrl_post.rewards import worker
 
 # Far above what any call here needs on a busy machine.
 WAIT_S = 60.0
@@ -117,7 +118,7 @@ def mask():
 
 
 def test_the_pool_says_how_long_it_took_to_start_and_how_big_workers_are(stop):
-  assert 0 < stop.start_s < pools.START_S
+  assert 0 < stop.start_s < worker.START_S
   assert 2**20 < stop.worker_bytes < 2**33
 
 
@@ -165,18 +166,25 @@ def test_c84_what_is_no_number_in_range_is_a_failure(stop, mask, value, shown):
     score(stop, ("give", value), uid=7)
   place = "reward scripted, rollout 7"
   rule = "expected a number from -1e+15 to 1e+15"
-  assert str(raised.value) == f"{place}: {rule}, got {shown}"
+  told, _, advice = str(raised.value).partition(". Mend the function")
+  assert told == f"{place}: {rule}, got {shown}"
+  assert advice and "rewards.on_failure=mask" in advice
   scored = score(mask, ("give", value))
   assert math.isnan(scored.reward)
   assert scored.failure == f"reward is {shown}"
 
 
 def test_c73_stop_raises_the_workers_error_with_its_traceback(stop):
-  with pytest.raises(ValueError, match="boom") as raised:
+  with pytest.raises(types.RunError) as raised:
     score(stop, ("raise",), uid=7)
-  assert "pool_test.py" in str(raised.value.__cause__)
-  assert "in scripted" in str(raised.value.__cause__)
-  assert raised.value.__notes__ == ["in reward scripted, rollout 7"]
+  told, _, advice = str(raised.value).partition(". Mend the function ")
+  assert told == "reward scripted, rollout 7: ValueError: boom"
+  assert "jaxrl_post.rewards.check" in advice
+  assert "or set rewards.on_failure=mask" in advice and "\n" not in advice
+  cause = raised.value.__cause__
+  assert isinstance(cause, ValueError)
+  assert "pool_test.py" in str(cause.__cause__)
+  assert "in scripted" in str(cause.__cause__)
 
 
 def test_mask_keeps_a_one_line_reason_and_goes_on(mask):
@@ -189,8 +197,9 @@ def test_mask_keeps_a_one_line_reason_and_goes_on(mask):
 def test_an_error_that_cannot_be_rebuilt_is_told_and_breaks_nothing(stop, mask):
   with pytest.raises(types.RunError, match="OddError: this and that") as raised:
     score(stop, ("odd",))
-  assert "pool_test.py" in str(raised.value.__cause__)
-  assert "OddError: this and that" in score(mask, ("odd",)).failure
+  assert raised.value.__cause__ is not None
+  assert "pool_test.py" in str(raised.value.__cause__.__cause__)
+  assert score(mask, ("odd",)).failure == "OddError: this and that"
   assert score(stop, ("give", 1.0)).reward == 1.0
 
 
@@ -202,8 +211,9 @@ def test_an_exit_inside_a_reward_ends_neither_worker_nor_run(stop):
 def test_a_call_that_hangs_is_ended_and_named(stop, mask):
   with pytest.raises(types.RunError) as raised:
     score(stop, ("hang",), uid=7)
-  expected = "reward scripted, rollout 7: timeout after 1 s"
-  assert str(raised.value) == expected
+  told, _, advice = str(raised.value).partition(". Raise rewards.timeout_s")
+  assert told == "reward scripted, rollout 7: timeout after 1 s"
+  assert advice.startswith(", or set rewards.on_failure=mask")
   assert score(mask, ("hang",)).failure == "timeout after 1 s"
   # The next worker takes longer than a second to start, which costs nobody.
   assert score(mask, ("give", 1.0)).reward == 1.0
@@ -384,6 +394,10 @@ def test_functions_that_no_other_process_can_load_are_refused():
     ({"workers": 0}, "rewards.workers"),
     ({"timeout_s": 0.0}, "rewards.timeout_s"),
     ({"timeout_s": math.inf}, "rewards.timeout_s"),
+    ({"on_failure": math.nan}, "rewards.on_failure"),
+    ({"on_failure": -1e16}, "rewards.on_failure"),
+    ({"retries": -1}, "rewards.retries"),
+    ({"memory_mb": 0}, "rewards.memory_mb"),
   ],
 )
 def test_a_setting_out_of_range_is_refused(fields, place):
@@ -422,5 +436,5 @@ def test_a_batch_under_stop_raises_for_the_rollout_that_raised():
       [rollout(0, ("give", 1.0)), rollout(1, ("raise", ValueError("boom")))]
     )
     assert good.result(timeout=WAIT_S).reward == 1.0
-    with pytest.raises(ValueError, match="boom"):
+    with pytest.raises(types.RunError, match="rollout 1: ValueError: boom"):
       bad.result(timeout=WAIT_S)

@@ -336,11 +336,9 @@ class Stream:
       rollouts.append(rollout)
       if rollout.failure and not self._warned:
         self._warned = True
-        logging.warning(
-          "rollout %d has no reward: %s (further ones: reward/missing)",
-          rollout.completion.uid,
-          rollout.failure,
-        )
+        uid, why = rollout.completion.uid, rollout.failure
+        text = "rollout %d has reward %g: %s (more: reward/missing, /replaced)"
+        logging.warning(text, uid, rollout.reward, why)
     return rollouts
 
   def _may_settle(self, event: ledgers.Event) -> bool:

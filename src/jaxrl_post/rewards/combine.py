@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from jaxrl_post import types
 # Squares of larger rewards leave float32, and with them the group's deviation.
 LARGEST = 1e15
 RANGE = f"from -{LARGEST:g} to {LARGEST:g}"
+# More are a mistake, and each is a column of the metrics.
+MAX_PARTS = 100
+_MAX_NAME = 100
 
 
 @types.host_record
@@ -24,11 +28,13 @@ class Score:
     parts: the finite numbers it gave, by name.
     missing: "nan" or "None" if it gave no reward; a decision, not a fault.
     fault: why its answer cannot be used; empty otherwise.
+    replaced: the fault of an answer in whose place stands a value of the user.
   """
 
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   missing: str = ""
   fault: str = ""
+  replaced: str = ""
 
 
 def names(functions: Sequence[Callable[..., Any]]) -> tuple[str, ...]:
@@ -60,10 +66,13 @@ def read(name: str, value: Any) -> Score:
     value: a number, or numbers by name. NaN or None is no reward.
 
   Returns:
-    A score whose parts are finite. Anything else is said in `missing` (NaN,
-    None, or no part at all) or in `fault` (beyond `LARGEST`, or not a number).
+    A score whose parts are finite, and 0.0 where they are -0.0. Anything else
+    is said in `missing` (NaN, None, or no part at all) or in `fault` (beyond
+    `LARGEST`, not a number, more than `MAX_PARTS` or with a name as long).
   """
   named = value if isinstance(value, Mapping) else {name: value}
+  if len(named) > MAX_PARTS:
+    return Score(fault=f"reward is {len(named)} parts")
   parts: dict[str, float] = {}
   missing = "" if named else "{}"
   fault = ""
@@ -72,14 +81,28 @@ def read(name: str, value: Any) -> Score:
     if item is None:
       missing = missing or "None"
     elif number is None:
-      fault = fault or f"reward is {one_line(repr(item))}"
+      fault = fault or f"reward is {one_line(reprlib.repr(item))}"
+    elif len(str(key)) > _MAX_NAME:
+      fault = fault or f"reward is of a part named {reprlib.repr(key)}"
     elif math.isnan(number):
       missing = missing or "nan"
     elif abs(number) > LARGEST:
       fault = fault or f"reward is {number}"
     else:
-      parts[str(key)] = number
+      parts[str(key)] = number + 0.0
   return Score(parts=parts, missing=missing, fault=fault)
+
+
+def replaced(name: str, score: Score, value: float) -> Score:
+  """Puts a value in the place of what a function did not give.
+
+  Returns:
+    The score itself if it has no fault; otherwise one whose only part is the
+    value, by the name of the function.
+  """
+  if not score.fault:
+    return score
+  return Score(parts={name: value}, replaced=score.fault)
 
 
 def combine(
@@ -94,7 +117,8 @@ def combine(
 
   Returns:
     The rollout with the weighted sum and every part, unweighted. Its reward is
-    NaN and `failure` says why if any function gave none.
+    NaN and `failure` says why if any function gave none; where a value stands
+    for an answer, `failure` says why, too.
 
   Raises:
     types.InputError: when two functions name a part alike.
@@ -116,19 +140,27 @@ def combine(
     rollout,
     reward=math.nan if faults else total,
     parts=parts,
-    failure=faults[0] if faults else "",
+    failure=next(iter(faults + [s.replaced for s in scores if s.replaced]), ""),
   )
 
 
 def one_line(text: str, limit: int = 200) -> str:
-  """Returns the words of a text on one line of at most `limit` characters."""
+  """Returns the words of a text on one line of at most `limit` characters.
+
+  What is not printable, and could write to a terminal what nobody said, is
+  U+FFFD instead.
+  """
   text = " ".join(text.split())
-  return text if len(text) <= limit else f"{text[: limit - 3]}..."
+  text = text if len(text) <= limit else f"{text[: limit - 3]}..."
+  return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def _number(value: Any) -> float | None:
   is_scalar = isinstance(value, numbers.Real | np.bool_)
   # Zero-dimensional arrays, of JAX for example, are numbers too.
   if is_scalar or getattr(value, "shape", None) == ():
-    return float(value)
+    try:
+      return float(value)
+    except OverflowError:  # an int of more than 308 digits
+      return math.inf
   return None

@@ -9,34 +9,29 @@ device themselves.
 import concurrent.futures
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import math
 import multiprocessing
-import multiprocessing.connection
-import os
 import pickle
-import resource
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import process
 from types import TracebackType
 from typing import Any, Literal
 
-import jax
 import pebble
 from absl import logging
 
 from jaxrl_post import types
-from jaxrl_post.rewards import combine
+from jaxrl_post.rewards import combine, worker
 
-# Seconds for all workers to import what they need.
-START_S = 120.0
-
-_UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
-_PLAIN = (str, bytes, int, float, type(None))
+# Beyond the time of an async call, until its worker has said so itself.
+_GRACE_S = 1.0
+_GO_ON = "or set rewards.on_failure=mask to go on without its reward."
+_MEND = (
+  "Mend the function (python -m jaxrl_post.rewards.check FILE:FUNCTION tries "
+  f"it), {_GO_ON}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +46,20 @@ class Rewards:
     workers: processes.
     timeout_s: longest call of one function on one rollout, in seconds.
     batch: rollouts sent to a worker at a time; more than 1 for functions that
-      take microseconds, where sending is most of the work. `timeout_s` is then
-      for the batch. A batch with a failure is scored again one by one, so
-      that failures mean the same.
+      take microseconds, where sending is most of the work, for those that are
+      `protocol.batched`, and for async ones, whose calls then wait at the same
+      time. `timeout_s` is then for the batch. What fails in a batch is asked
+      again rollout by rollout, so that failures mean the same.
     on_failure: what a function that raises, takes too long, dies, or returns
       no finite number does. "stop" ends the run; "mask" leaves the rollout
-      without reward, counted and out of the update. NaN and None are always a
-      missing reward, and `types.InputError` always ends the run.
+      without reward, counted and out of the update; a number is taken in place
+      of what the function gave, and counted. NaN and None are always a missing
+      reward, and `types.InputError` always ends the run.
+    retries: how often a function that failed on a rollout is asked again
+      before that is its failure.
+    memory_mb: how much address space calls may add to what a worker has once
+      it is ready, in MiB; None for no limit. Linux only. Beyond it Python
+      raises MemoryError, and other code may die.
   """
 
   functions: tuple[types.Reward, ...]
@@ -65,13 +67,19 @@ class Rewards:
   workers: int = 1
   timeout_s: float = 10.0
   batch: int = 1
-  on_failure: Literal["stop", "mask"] = "stop"
+  on_failure: Literal["stop", "mask"] | float = "stop"
+  retries: int = 0
+  memory_mb: int | None = None
 
   def __post_init__(self) -> None:
     given, wanted = len(self.weights), len(self.functions)
     finite = all(math.isfinite(w) for w in self.weights)
     time_holds = 0 < self.timeout_s < math.inf
-    policies = ("stop", "mask")
+    memory, policy = self.memory_mb, self.on_failure
+    bounded = memory is None or (memory >= 1 and sys.platform == "linux")
+    known = policy in ("stop", "mask")
+    if not isinstance(policy, str):
+      known = abs(policy) <= combine.LARGEST
     rules = (
       (wanted > 0, "functions", "at least one", self.functions),
       (given in {0, wanted}, "weights", f"{wanted} of them", self.weights),
@@ -79,12 +87,9 @@ class Rewards:
       (self.workers >= 1, "workers", ">= 1", self.workers),
       (self.batch >= 1, "batch", ">= 1", self.batch),
       (time_holds, "timeout_s", "> 0 seconds", self.timeout_s),
-      (
-        self.on_failure in policies,
-        "on_failure",
-        f"one of {policies}",
-        self.on_failure,
-      ),
+      (known, "on_failure", "'stop', 'mask' or a finite number", policy),
+      (self.retries >= 0, "retries", ">= 0", self.retries),
+      (bounded, "memory_mb", ">= 1 MiB, on Linux, or None", memory),
     )
     for holds, name, rule, value in rules:
       if not holds:
@@ -92,7 +97,7 @@ class Rewards:
           f"rewards.{name}: expected {rule}, got {value!r}. Correct the value."
         )
     for function in self.functions:
-      _check_portable(function)
+      worker.check_portable(function)
 
 
 def _future() -> concurrent.futures.Future[types.Rollout]:
@@ -104,10 +109,14 @@ def _future() -> concurrent.futures.Future[types.Rollout]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pending:
-  """A rollout that is being scored, and who waits for it."""
+  """A rollout that is being scored, and who waits for it.
+
+  `outcomes` has a score and an error a function, None where none has come.
+  """
 
   rollout: types.Rollout
   payload: bytes
+  outcomes: list[tuple[combine.Score, BaseException | None] | None]
   future: concurrent.futures.Future[types.Rollout] = dataclasses.field(
     default_factory=_future
   )
@@ -116,7 +125,7 @@ class _Pending:
 def _dump(rollout: types.Rollout) -> bytes:
   try:
     return pickle.dumps(rollout)
-  except _UNPICKLABLE as error:
+  except worker.UNPICKLABLE as error:
     raise types.InputError(
       "data: expected references that can be pickled, got "
       f"{rollout.prompt.reference!r} ({error}). Use numbers, text, lists."
@@ -151,8 +160,13 @@ class Pool:
     everyone = context.Barrier(self._cfg.workers)
     self._workers = pebble.ProcessPool(
       max_workers=self._cfg.workers,
-      initializer=_start_worker,
-      initargs=(_modules(self._cfg.functions), functions, everyone),
+      initializer=worker.start,
+      initargs=(
+        worker.modules(self._cfg.functions),
+        functions,
+        everyone,
+        self._cfg.memory_mb,
+      ),
       context=context,
     )
     try:
@@ -185,9 +199,10 @@ class Pool:
 
     Returns:
       A future of this very rollout with `reward` and `parts`; with `failure`
-      and a NaN reward when there is none. Under "stop" it raises what the
-      function raised, with the worker's traceback as its cause; if that is no
-      built-in exception, or there is none, a `types.RunError`.
+      and a NaN reward when there is none; with `failure` and a reward when
+      `on_failure` is a number. Under "stop" it raises a `types.RunError` of one
+      line, whose cause is what the function raised, with the worker's
+      traceback. What a function raises as `types.InputError` stays that.
 
     Raises:
       types.InputError: when the rollout's reference cannot be pickled.
@@ -202,7 +217,10 @@ class Pool:
     futures = []
     for start in range(0, len(rollouts), self._cfg.batch):
       part = rollouts[start : start + self._cfg.batch]
-      entries = [_Pending(rollout, _dump(rollout)) for rollout in part]
+      entries = [
+        _Pending(rollout, _dump(rollout), [None] * len(self._names))
+        for rollout in part
+      ]
       futures += [entry.future for entry in entries]
       self._pending |= {entry.future: entry for entry in entries}
       self._send(entries)
@@ -212,29 +230,41 @@ class Pool:
 
   def _send(self, entries: "Sequence[_Pending]") -> None:
     """Sends rollouts to a worker; a single one to each function apart."""
-    names = tuple(self._names)
     if len(entries) > 1:
       payloads = [entry.payload for entry in entries]
-      call = self._schedule(_call_all, (names, payloads))
+      limit = self._cfg.timeout_s
+      call = self._schedule(
+        worker.call_all,
+        (tuple(self._names), payloads, limit),
+        timeout_s=limit + _GRACE_S,
+      )
       call.add_done_callback(functools.partial(self._arrived_all, entries))
       return
-    (entry,) = entries
-    calls = tuple(
-      self._schedule(_call, (index, name, entry.payload))
-      for index, name in enumerate(names)
+    for index in range(len(self._names)):
+      self._ask(entries[0], index, self._cfg.retries)
+
+  def _ask(self, entry: "_Pending", index: int, retries: int) -> None:
+    """Asks one function about one rollout."""
+    call = self._schedule(
+      worker.call,
+      (index, self._names[index], entry.payload),
+      timeout_s=self._cfg.timeout_s,
     )
-    for call in calls:
-      call.add_done_callback(functools.partial(self._arrived, entry, calls))
+    call.add_done_callback(
+      functools.partial(self._arrived, entry, index, retries)
+    )
 
   def _schedule(
-    self, function: Callable[..., Any], args: tuple[Any, ...]
+    self,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    timeout_s: float,
   ) -> concurrent.futures.Future[Any]:
     if self._workers is None:
       raise types.RunError("reward pool: submit() outside of its `with` block")
     try:
-      return self._workers.schedule(
-        function, args=args, timeout=self._cfg.timeout_s
-      )
+      return self._workers.schedule(function, args=args, timeout=timeout_s)
     except RuntimeError as error:
       raise types.RunError("reward pool: its workers are gone") from error
 
@@ -250,13 +280,14 @@ class Pool:
 
   def _wait_for(self, workers: pebble.ProcessPool) -> None:
     began = time.monotonic()
-    pings = [workers.schedule(_ping) for _ in range(self._cfg.workers)]
-    done, late = concurrent.futures.wait(pings, START_S)
+    pings = [workers.schedule(worker.ping) for _ in range(self._cfg.workers)]
+    done, late = concurrent.futures.wait(pings, worker.START_S)
     errors = [ping.exception() for ping in done if ping.exception()]
     if late or errors:
       raise types.RunError(
-        f"reward pool: expected {self._cfg.workers} workers within {START_S:g} "
-        f"s, got {len(done) - len(errors)}. What a worker raised stands above."
+        f"reward pool: expected {self._cfg.workers} workers within "
+        f"{worker.START_S:g} s, got {len(done) - len(errors)}. What a worker "
+        "raised stands above."
       ) from (errors[0] if errors else None)
     self.start_s = time.monotonic() - began
     self.worker_bytes = max(ping.result() for ping in pings)
@@ -270,56 +301,69 @@ class Pool:
   def _arrived_all(
     self,
     entries: "Sequence[_Pending]",
-    call: concurrent.futures.Future[list[list[combine.Score]]],
+    call: concurrent.futures.Future[list[list[combine.Score | None]]],
   ) -> None:
-    """Settles a batch, or sends it again one by one; on the pool's threads."""
-    failed = call.exception() is not None
-    if not failed and not any(s.fault for row in call.result() for s in row):
-      for entry, scores in zip(entries, call.result(), strict=True):
-        self._settle(entry, scores, [])
+    """Settles a batch, or asks again for what failed; on the pool's threads."""
+    if call.cancelled():  # closing: whoever waits is told by `_give_up`
       return
-    if self._workers is None:  # closing: whoever waits is told by `_give_up`
-      return
-    for entry in entries:
-      try:
-        self._send([entry])
-      except types.RunError as error:  # An exception in a callback is lost.
-        if self._pending.pop(entry.future, None) is not None:
-          entry.future.set_exception(error)
+    if call.exception() is None:
+      rows = call.result()
+    else:
+      rows = [[None] * len(self._names) for _ in entries]
+    for entry, row in zip(entries, rows, strict=True):
+      for index, score in enumerate(row):
+        if score is not None:
+          entry.outcomes[index] = score, None
+      self._finish(entry)
+      for index, score in enumerate(row):
+        if score is None:
+          self._ask_again(entry, index, self._cfg.retries)
 
   def _arrived(
     self,
     entry: "_Pending",
-    calls: "tuple[concurrent.futures.Future[combine.Score], ...]",
+    index: int,
+    retries: int,
     call: concurrent.futures.Future[combine.Score],
   ) -> None:
-    """Settles a rollout once its last call is done; on the pool's threads."""
-    del call
-    if not all(call.done() for call in calls):
+    """Takes the outcome of a call, or tries again; on the pool's threads."""
+    if call.cancelled():
       return
     uid = entry.rollout.completion.uid
-    scores: list[combine.Score] = []
-    errors: list[BaseException] = []
-    for name, call in zip(self._names, calls, strict=True):
-      score, error = self._outcome(name, uid, call)
-      scores.append(score)
-      errors += [error] if error is not None else []
-    self._settle(entry, scores, errors)
+    score, error = self._outcome(self._names[index], uid, call)
+    if error and retries and not isinstance(error, types.InputError):
+      self._ask_again(entry, index, retries - 1)
+      return
+    entry.outcomes[index] = score, error
+    self._finish(entry)
 
-  def _settle(
-    self,
-    entry: "_Pending",
-    scores: list[combine.Score],
-    errors: list[BaseException],
-  ) -> None:
-    future = entry.future
+  def _ask_again(self, entry: "_Pending", index: int, retries: int) -> None:
+    if self._workers is None:  # closing: whoever waits is told by `_give_up`
+      return
+    try:
+      self._ask(entry, index, retries)
+    except types.RunError as error:  # An exception in a callback is lost.
+      if self._pending.pop(entry.future, None) is not None:
+        entry.future.set_exception(error)
+
+  def _finish(self, entry: "_Pending") -> None:
+    """Settles a rollout once the last of its functions has answered."""
+    outcomes = [outcome for outcome in entry.outcomes if outcome is not None]
+    if len(outcomes) < len(self._names):
+      return
+    future, policy = entry.future, self._cfg.on_failure
     if self._pending.pop(future, None) is None:
       return  # the other of the last two calls was faster, or the pool closed
-    if self._cfg.on_failure == "mask":
+    errors = [error for _, error in outcomes if error is not None]
+    if policy != "stop":
       errors = [e for e in errors if isinstance(e, types.InputError)]
     if errors:
       future.set_exception(errors[0])
       return
+    scores = [score for score, _ in outcomes]
+    if not isinstance(policy, str):
+      named = zip(self._names, scores, strict=True)
+      scores = [combine.replaced(name, score, policy) for name, score in named]
     try:
       scored = combine.combine(entry.rollout, scores, self._weights)
     except types.InputError as error:
@@ -334,165 +378,32 @@ class Pool:
     call: concurrent.futures.Future[combine.Score],
   ) -> tuple[combine.Score, BaseException | None]:
     """Returns a call's score, and what to raise under "stop"."""
-    place = f"reward {name}, rollout {uid}"
+    place, advice = f"reward {name}, rollout {uid}", _MEND
     error = call.exception()
     if error is None:
       score = call.result()
       if not score.fault:
         return score, None
       got = score.fault.removeprefix("reward is ")
-      fault = f"{place}: expected a number {combine.RANGE}, got {got}"
+      fault = f"{place}: expected a number {combine.RANGE}, got {got}. {_MEND}"
       return score, types.RunError(fault)
+    if isinstance(error, types.InputError):
+      error.add_note(f"in {place}")
+      return combine.Score(fault=combine.one_line(str(error))), error
     if isinstance(error, pebble.ProcessExpired):
       reason = "worker died"
-      code = f"exit code {error.exitcode}"
-      raised = types.RunError(f"{place}: its worker died, {code}")
+      told = f"its worker died, exit code {error.exitcode}"
     elif isinstance(error, process.BrokenProcessPool):
       reason = "worker died"
-      raised = types.RunError(f"{place}: the pool lost its workers")
+      told = "the pool lost its workers"
     elif isinstance(error, TimeoutError) and error.__cause__ is None:
       # One that the function itself raised has the worker's traceback.
-      reason = f"timeout after {self._cfg.timeout_s:g} s"
-      raised = types.RunError(f"{place}: {reason}")
+      reason = told = f"timeout after {self._cfg.timeout_s:g} s"
+      advice = f"Raise rewards.timeout_s, {_GO_ON}"
     else:
-      reason = combine.one_line(f"{type(error).__name__}: {error}")
-      error.add_note(f"in {place}")
-      return combine.Score(fault=reason), error
+      kind = f"{type(error).__name__}: "
+      kind = "" if isinstance(error, types.RunError) else kind
+      reason = told = combine.one_line(f"{kind}{error}").rstrip(" :")
+    raised = types.RunError(f"{place}: {told.rstrip('.')}. {advice}")
     raised.__cause__ = error
     return combine.Score(fault=reason), raised
-
-
-# ------------------------------------------------------------ before the spawn
-
-
-def _check_portable(function: Callable[..., Any]) -> None:
-  reason = ""
-  try:
-    pickle.dumps(function)
-  except _UNPICKLABLE as error:
-    reason = combine.one_line(str(error))
-  main = sys.modules["__main__"]
-  if any(f.__module__ == "__main__" for f in _leaves(function)) and not hasattr(
-    main, "__file__"
-  ):
-    reason = "it was typed in, and is in no file"
-  if reason:
-    raise types.InputError(
-      "rewards.functions: expected functions that another process can load, got"
-      f" {function!r} ({reason}). Define it at the top level of a file."
-    )
-
-
-def _leaves(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-  """Yields the functions that a partial is made of, or the one given."""
-  if not isinstance(function, functools.partial):
-    yield function
-    return
-  for inner in (function.func, *function.args, *function.keywords.values()):
-    if callable(inner):
-      yield from _leaves(inner)
-
-
-def _modules(
-  functions: Sequence[Callable[..., Any]],
-) -> tuple[tuple[str, str], ...]:
-  """Names the modules of functions, with their files."""
-  found: dict[str, str] = {}
-  for function in functions:
-    for leaf in _leaves(function):
-      name = leaf.__module__
-      file = getattr(sys.modules.get(name), "__file__", None)
-      if file is not None and name != "__main__":  # spawn brings that one along
-        found[name] = os.path.abspath(file)
-  return tuple(found.items())
-
-
-# -------------------------------------------------------------- in the workers
-
-# What a worker was started with; the only state it has.
-_functions: list[types.Reward] = []
-_everyone: list[Any] = []
-
-
-def _start_worker(
-  modules: tuple[tuple[str, str], ...], functions: bytes, everyone: Any
-) -> None:
-  """Imports the functions; pebble has made the worker deaf to Ctrl-C."""
-  jax.config.update("jax_platforms", "cpu")
-  threading.Thread(target=_end_with_parent, daemon=True).start()
-  for name, file in modules:
-    _load(name, file)
-  _functions[:] = pickle.loads(functions)
-  _everyone[:] = [everyone]
-
-
-def _end_with_parent() -> None:
-  """Ends this process when the one that started it is gone, even killed."""
-  parent = multiprocessing.parent_process()
-  assert parent is not None, "a worker was spawned"
-  multiprocessing.connection.wait([parent.sentinel])
-  os._exit(1)
-
-
-def _load(name: str, file: str) -> None:
-  """Imports a module by name, or from its file if that name means another."""
-  try:
-    spec = importlib.util.find_spec(name)
-  except ModuleNotFoundError:  # a dotted name without its package
-    spec = None
-  if spec is not None and spec.origin == file:
-    importlib.import_module(name)
-    return
-  spec = importlib.util.spec_from_file_location(name, file)
-  assert spec is not None and spec.loader is not None, f"{file} was imported"
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module
-  spec.loader.exec_module(module)
-
-
-def _ping() -> int:
-  """Waits until every worker is here; returns the peak memory in bytes."""
-  _everyone[0].wait(START_S)
-  unit = 1 if sys.platform == "darwin" else 1024
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _call(index: int, name: str, payload: bytes) -> combine.Score:
-  with _Portable():
-    rollout = pickle.loads(payload)
-    value = _functions[index](rollout, rollout.prompt.reference)
-    return combine.read(name, value)
-
-
-def _call_all(
-  names: tuple[str, ...], payloads: Sequence[bytes]
-) -> list[list[combine.Score]]:
-  return [
-    [_call(index, name, payload) for index, name in enumerate(names)]
-    for payload in payloads
-  ]
-
-
-class _Portable:
-  """Replaces exceptions that the parent may not be able to rebuild.
-
-  An exception that fails to unpickle there would take the whole pool down, and
-  a SystemExit would end the wrong process.
-  """
-
-  def __enter__(self) -> None:
-    return
-
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
-    if kind is None or error is None:
-      return
-    is_known = kind.__module__ in {"builtins", types.__name__}
-    is_plain = all(isinstance(a, _PLAIN) for a in error.args)
-    if isinstance(error, Exception) and is_known and is_plain:
-      return
-    raise types.RunError(f"{kind.__name__}: {error}") from error

@@ -2,6 +2,7 @@
 
 import ast
 import collections.abc
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -171,7 +172,7 @@ def _parse(text: str, annotation: Any, place: str) -> Any:
       return None
     rest = [a for a in args if a is not type(None) and not _parts(a)]
     if rest:
-      return _parse(text, rest[0], place)
+      return _parse_any(text, rest, place, error)
   if _parts(annotation) and (origin is not tuple or text.strip()):
     name = place.removeprefix("--set ")
     raise types.InputError(_not_text(name, annotation, text))
@@ -182,6 +183,19 @@ def _parse(text: str, annotation: Any, place: str) -> Any:
   if origin is not None and origin is not collections.abc.Callable:
     raise error
   return _parse_plain(text, annotation, error)
+
+
+def _parse_any(
+  text: str, kinds: Sequence[Any], place: str, error: types.InputError
+) -> Any:
+  """Reads a value as the first of several types that it fits."""
+  for kind in kinds[:-1]:
+    with contextlib.suppress(types.InputError):
+      return _parse(text, kind, place)
+  try:
+    return _parse(text, kinds[-1], place)
+  except types.InputError as cause:
+    raise (cause if len(kinds) == 1 else error) from cause.__cause__
 
 
 def _parse_plain(text: str, annotation: Any, error: types.InputError) -> Any:

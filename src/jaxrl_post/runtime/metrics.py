@@ -33,7 +33,8 @@ def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:
     `reward/standard_error` of the mean, from the means of groups since the
     rollouts of one are no independent draws (NaN with fewer than two groups);
     `reward/<part>`, the mean over those that have the part;
-    `reward/missing`, how many have no reward. Over all rollouts:
+    `reward/missing`, how many have no reward; `reward/replaced`, how many
+    have a value of the user's for what failed. Over all rollouts:
     `completion/{mean,max,min}_tokens`, `completion/p<q>_tokens`, the length
     that q percent do not exceed; `completion/truncated`, the share that
     ended by the limit; `completion/mean_tokens_finished`, of the others.
@@ -53,6 +54,9 @@ def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:
     "reward/std": _over(np.std, rewards),
     "reward/standard_error": float(spread) / math.sqrt(max(len(means), 1)),
     "reward/missing": float(len(rollouts) - len(rewards)),
+    "reward/replaced": float(
+      sum(bool(r.failure) and not math.isnan(r.reward) for r in rollouts)
+    ),
     "completion/mean_tokens": _over(np.mean, lengths),
     "completion/max_tokens": _over(np.max, lengths),
     "completion/min_tokens": _over(np.min, lengths),

@@ -1,0 +1,151 @@
+"""JSON to a server and back, within a deadline; not a reward.
+
+What may pass (no connection, a timeout, 408, 429, 5xx) is tried again after a
+pause that grows and is drawn by a seed, so that many workers do not come back
+at once and a run repeats. Nothing but the standard library.
+"""
+
+import http.client
+import json
+import random
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_post import types
+from jaxrl_post.rewards import combine
+
+MAX_ANSWER = 8 * 2**20
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 8.0
+_PASSING = (408, 409, 425, 429, 500, 502, 503, 504)
+# Nothing in a request can help against these: the settings are wrong.
+_WRONG = (401, 403, 404, 405)
+
+
+def check_url(place: str, url: str) -> None:
+  """Refuses what is no address.
+
+  Raises:
+    types.InputError: it is not http or https, or names no host.
+  """
+  parts = urllib.parse.urlsplit(url)
+  if parts.scheme not in ("http", "https") or not parts.hostname:
+    raise types.InputError(
+      f"{place}: expected http://HOST... or https://HOST..., got {url!r}. "
+      "Correct it."
+    )
+
+
+def post(
+  url: str,
+  body: Any,
+  *,
+  deadline_s: float,
+  attempts: int,
+  seed: str,
+  headers: Mapping[str, str] | None = None,
+) -> Any:
+  """Sends JSON and returns the JSON that comes back.
+
+  Args:
+    url: where to.
+    body: what JSON can hold.
+    deadline_s: for all attempts together, in seconds.
+    attempts: at most so many, at least one.
+    seed: of the pauses between them.
+    headers: beside the content's type.
+
+  Returns:
+    The answer of the first attempt with status 200, decoded.
+
+  Raises:
+    types.InputError: the server says that address or key is wrong, or the body
+      cannot be JSON.
+    types.RunError: no attempt had an answer in time, or it was no JSON.
+  """
+  try:
+    data = json.dumps(body, allow_nan=False).encode()
+  except (TypeError, ValueError) as error:
+    raise types.InputError(
+      f"reward server {url}: expected references that JSON can hold, got "
+      f"{error}. Use numbers, text, lists."
+    ) from error
+  request = urllib.request.Request(
+    url, data, {"Content-Type": "application/json", **(headers or {})}
+  )
+  draw = random.Random(seed)
+  deadline = time.monotonic() + deadline_s
+  reason, made = "", 0
+  for attempt in range(attempts):
+    made += 1
+    answer, reason, least = _attempt(request, deadline)
+    if not reason:
+      return _decoded(url, answer)
+    longest = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)
+    pause = max(least, draw.uniform(longest / 2, longest))
+    if made == attempts or time.monotonic() + pause >= deadline:
+      break
+    threading.Event().wait(pause)
+  raise types.RunError(
+    f"reward server {url}: expected an answer within {deadline_s:g} s, got "
+    f"{reason} (attempts: {made})"
+  )
+
+
+def _attempt(
+  request: urllib.request.Request, deadline: float
+) -> tuple[bytes, str, float]:
+  """Returns an answer, or why there is none and how long to wait at least."""
+  url = request.full_url
+  try:
+    left = max(deadline - time.monotonic(), 0.001)
+    with urllib.request.urlopen(request, timeout=left) as response:
+      return _body(response, deadline), "", 0.0
+  except urllib.error.HTTPError as error:
+    with error:
+      said = combine.one_line(error.read(1000).decode(errors="replace"))
+      status = f"status {error.code} {error.reason}"
+      asked = error.headers.get("Retry-After", "")
+    if error.code in _WRONG:
+      raise types.InputError(
+        f"reward server {url}: expected status 200, got {status}. Correct the "
+        "address, or the key."
+      ) from None
+    if error.code not in _PASSING:
+      raise types.RunError(
+        f"reward server {url}: expected status 200, got {status}: {said}"
+      ) from None
+    return b"", status, float(asked) if asked.isdecimal() else 0.0
+  except (OSError, http.client.HTTPException) as error:
+    reason = getattr(error, "reason", error)
+    return b"", combine.one_line(f"{reason}" or type(error).__name__), 0.0
+
+
+def _body(response: http.client.HTTPResponse, deadline: float) -> bytes:
+  """Reads a body that may come in drops, and be of any size."""
+  parts, size = [], 0
+  while part := response.read1(1 << 16):
+    parts.append(part)
+    size += len(part)
+    if size > MAX_ANSWER:
+      raise http.client.HTTPException(f"more than {MAX_ANSWER} bytes")
+    if time.monotonic() > deadline:
+      raise TimeoutError("an answer that came too slowly")
+  if response.length:
+    raise http.client.IncompleteRead(b"", response.length)
+  return b"".join(parts)
+
+
+def _decoded(url: str, answer: bytes) -> Any:
+  try:
+    return json.loads(answer)
+  except ValueError as error:
+    said = combine.one_line(answer[:200].decode(errors="replace"))
+    raise types.RunError(
+      f"reward server {url}: expected JSON, got {said!r}"
+    ) from error
