@@ -495,6 +495,6 @@ def describe(run: Run) -> str:
 def _show(value: Any) -> str:
   if isinstance(value, tuple):
     return f"({', '.join(_show(v) for v in value)})"
-  if callable(value):
-    return _function_name(value)
-  return repr(value)
+  if dataclasses.is_dataclass(value):
+    return f"{type(value).__name__}{_show(tuple(leaves(value).values()))}"
+  return _function_name(value) if callable(value) else repr(value)

@@ -26,6 +26,7 @@ from jaxrl_post import (
   serve,
   types,
 )
+from jaxrl_post import show as shows
 from jaxrl_post.planning import costs, table
 from jaxrl_post.planning import plan as planning
 from jaxrl_post.runtime import (
@@ -56,16 +57,17 @@ _MODE = flags.DEFINE_enum(
   "mode",
   "train",
   ["train", "eval", "rollout", "serve", "export", "compile", "dry_run"]
-  + ["report", "compare", "plan"],
+  + ["inspect", "report", "compare", "plan"],
   "train; eval tests the newest checkpoint of --workdir, or the first weights "
   "without it; rollout samples and scores num_steps batches with them, trains "
   "none, and writes a dump; serve answers requests over gRPC with them; "
   "export writes a checkpoint as a Hugging Face folder; "
   "compile compiles all steps for --topology and says what they take; "
-  "dry_run only checks and prints; report RUN [EARLIER] diagnoses a finished "
-  "run, by its folder, and writes report.html there; compare A B [C...] says "
-  "of finished runs whether a change from A worked; plan RUN... simulates "
-  "other placements, sizes and lags with what they cost, and recommends one.",
+  "dry_run only checks and prints; inspect shows the prompts as the model will "
+  "see them, or inspect RUN what a run sampled; report RUN [EARLIER] diagnoses "
+  "a finished run, by its folder, and writes report.html there; compare A B "
+  "[C...] says of finished runs whether a change from A worked; plan RUN... "
+  "simulates other placements, sizes and lags by their costs, and recommends.",
 )
 _PLAN = flags.DEFINE_string(
   "plan",
@@ -136,6 +138,7 @@ flags.adopt_module_key_flags(export)
 _READERS: dict[
   str, tuple[int, int | None, Callable[[Sequence[pathlib.Path]], str]]
 ] = {
+  "inspect": (1, 1, shows.rollouts),
   "report": (1, 2, report.report),
   "compare": (2, 26, compare.text),
   "plan": (
@@ -161,15 +164,13 @@ def main(argv: Sequence[str]) -> int:
   Returns:
     The exit code.
   """
-  train = _MODE.value == "train"
-  serves = _MODE.value == "serve"
-  work = "the requests under way" if serves else "this step"
-  stopper = signals.Stopper(_ADVICE if train else "", work)
+  work = "the requests under way" if _MODE.value == "serve" else "this step"
+  stopper = signals.Stopper(_ADVICE if _MODE.value == "train" else "", work)
   signals.listen(stopper.heard)
   try:
     _check_flags()
     watch = _watch()
-    if _MODE.value in _READERS:
+    if _MODE.value in _READERS and (argv[1:] or _MODE.value != "inspect"):
       return _read(argv[1:])
     return _run(stopper, watch)
   except types.InputError as error:
@@ -180,10 +181,9 @@ def main(argv: Sequence[str]) -> int:
     if error.__cause__ or error.__context__:
       raise  # Where that came from, only a traceback tells.
     print(f"error: {error}", file=sys.stderr)
-    return 1
   except SystemExit as error:  # of an experiment or a library, with any code
     print(f"error: something called exit({error.code})", file=sys.stderr)
-    return 1
+  return 1
 
 
 def _check_flags() -> None:
@@ -244,10 +244,8 @@ def _run(stopper: signals.Stopper, watch: writers.Watch) -> int:
     _check_alone(cfg, launch, _MODE.value)
   if _MODE.value == "serve":
     serve.check(cfg)
-  if _MODE.value == "compile":
-    return _compile(cfg)
-  if _MODE.value == "export":
-    return export.main(cfg, _WORKDIR.value)
+  if _MODE.value in ("compile", "export", "inspect"):
+    return _without_devices(cfg)
   if cfg.placement.cpu_devices is not None:
     jax.config.update("jax_num_cpu_devices", cfg.placement.cpu_devices)
   with contextlib.ExitStack() as stack:
@@ -280,12 +278,17 @@ def _watch() -> writers.Watch:
   return watch
 
 
-def _compile(cfg: config.Run) -> int:
-  """Compiles the steps for --topology; their table, and JSON in --workdir."""
+def _without_devices(cfg: config.Run) -> int:
+  """Inspects, exports or compiles; a table of the last, JSON in --workdir."""
+  if _MODE.value == "inspect":
+    print(shows.prompts(cfg))
+    return 0
+  if _MODE.value == "export":
+    return export.main(cfg, _WORKDIR.value)
   if _TOPOLOGY.value is None:
     raise types.InputError(
-      "--topology: expected a machine with --mode=compile, got none. For "
-      "example v5p:4x4x4."
+      "--topology: expected a machine with --mode=compile, as v5p:4x4x4, got "
+      "none. Name one."
     )
   report = table.make(cfg, _TOPOLOGY.value, _WORKDIR.value, print)
   return 0 if all(step.memory or step.used for step in report.steps) else 1

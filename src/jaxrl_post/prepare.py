@@ -94,6 +94,7 @@ def prepare(cfg: config.Run) -> Parts:
     vocab_size=shape.vocab_size,
     seed=cfg.seed,
   )
+  _warn_leaked(data)
   if cfg.warmup.num_steps:
     _check_references(cfg, data)
   stop_ids = data.tokenizer.eos_ids
@@ -232,6 +233,18 @@ def _warn_uncorrected(cfg: config.Run) -> None:
       "mismatch/* says how much",
       cfg.sampling.dtype,
       cfg.model.dtype,
+    )
+
+
+def _warn_leaked(data: dataset.Dataset) -> None:
+  """Says so where the policy is tested on what it is trained on."""
+  leaked = dataset.leaked(data)
+  if leaked:
+    logging.warning(
+      "data: %d of %d held-out prompts are training prompts, too: eval/* will "
+      "count what was learnt by heart. Take them out of one of the two.",
+      leaked,
+      sum(asked.size for asked in data.held_out.values()),
     )
 
 

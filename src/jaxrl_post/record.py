@@ -207,8 +207,15 @@ class Recorder:
   def _ledger(
     self, rollouts: stream.Stream | replay.Replay
   ) -> dict[str, float]:
-    book = rollouts.booked
+    book, counts, pool = rollouts.booked, rollouts.counters, {}
+    if self._cfg.data.pool is not None:
+      pool = {
+        "data/pool_passed": float(book.passed),
+        "data/pool_always": float(counts.always),
+        "data/pool_never": float(counts.never),
+      }
     return {
+      **pool,
       "ledger/admitted": float(book.admitted),
       "ledger/outstanding": float(len(book.outstanding)),
       "ledger/trained": float(book.trained.groups),

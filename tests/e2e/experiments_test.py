@@ -6,7 +6,9 @@ import math
 import pathlib
 
 import jax
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from bench import curve
 from jaxrl_post import config, loop, prepare, types
@@ -69,13 +71,37 @@ def _inputs(tmp_path_factory) -> tuple[str, ...]:
   )
 
 
+@pytest.fixture(name="problems", scope="module")
+def _problems(tmp_path_factory) -> tuple[str, ...]:
+  """Makes what the recipe of DAPO reads, small; as settings."""
+  folder = tmp_path_factory.mktemp("problems")
+  tiny_folder.write(folder / "model", "qwen2")
+  for part in ("train", "test"):
+    rows = [
+      {
+        "prompt": [{"role": "user", "content": f"{n} and {n}? ({part})"}],
+        "reward_model": {"ground_truth": str(2 * n), "style": "rule"},
+      }
+      for n in range(12)
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, folder / f"{part}.parquet")
+  return (
+    f"model.path={folder / 'model'}",
+    f"data.train.path={folder / 'train.parquet'}",
+    f"data.held_out.path={folder / 'test.parquet'}",
+  )
+
+
 @pytest.mark.parametrize(
   "name", sorted(p.stem for p in EXPERIMENTS.glob("*.py"))
 )
-def test_a_recipe_with_its_inputs_passes_a_dry_run(name, inputs):
+def test_a_recipe_with_its_inputs_passes_a_dry_run(name, inputs, problems):
   run = config.load(name, EXPERIMENTS)
   if name in WITH_INPUTS:
     run = config.override(run, [*inputs, *SMALL])
+  if name == "math_dapo":
+    run = config.override(run, [*problems, *SMALL])
   parts = prepare.prepare(run)
   plan = prepare.plan(run, parts, run.placement.cpu_devices or 2)
   assert f"= {run.rows} rollouts" in plan
@@ -188,6 +214,62 @@ def test_a_judge_scores_a_run(inputs, tmp_path, monkeypatch):
 def _leaves(tree):
   for child in tree.values():
     yield from _leaves(child) if isinstance(child, dict) else [child]
+
+
+# ----------------------------------------------------------------- math_dapo
+
+
+def rollout(text: str, length: int = 1) -> types.Rollout:
+  """A completion with this text, of so many tokens."""
+  ones = (1,) * length
+  return types.Rollout(
+    prompt=types.Prompt(uid=0, tokens=(1,), text="", reference=""),
+    completion=types.Completion(
+      uid=0, tokens=ones, logprobs=ones, versions=ones, finish="stop"
+    ),
+    temperature=1.0,
+    text=text,
+  )
+
+
+def test_dapo_scores_the_last_answer_and_the_length():
+  run = config.load("math_dapo", EXPERIMENTS)
+  correct, overlong = run.rewards.functions
+  for text, score in (
+    ("So.\nAnswer: 34", 1.0),
+    ("Answer: 33\nNo. ANSWER : $34$", 1.0),
+    ("Answer: 34, no.\nAnswer: 35", -1.0),
+    ("34", -1.0),
+  ):
+    assert correct(rollout(text), "34") == score, text
+  assert overlong(rollout("", 6144), "34") == 0.0
+  assert overlong(rollout("", 7168), "34") == -0.5
+  assert overlong(rollout("", 8192), "34") == -1.0
+  # The longest right answer has still solved its prompt, a wrong one never.
+  assert run.data.pool.solved == 1.0 + overlong(rollout("", 8192), "34")
+
+
+def test_dapo_trains_two_steps_in_four_updates(problems, tmp_path):
+  run = config.load("math_dapo", EXPERIMENTS)
+  run = config.override(
+    run,
+    [
+      *problems,
+      *SMALL,
+      "model.dtype=float32",
+      "optim.microbatches=1",
+      "optim.minibatches=2",
+      # A random model is never right: what makes a difference is the length.
+      "rewards.functions=tests.e2e.experiment:score",
+      "sampling.dtype=float32",
+    ],
+  )
+  assert run.stream.filter_zero_signal and run.data.pool is not None
+  state = loop.run(run, prepare.prepare(run), tmp_path)
+  assert (int(state.step), int(state.version)) == (2, 2)
+  for line in runs.metrics(tmp_path)[1:]:
+    assert line["loss/skipped"] == 0 and line["signal/zero_fraction"] == 0
+    assert line["data/pool_passed"] == 0
 
 
 # ---------------------------------------------------------------- the curve

@@ -17,7 +17,7 @@ LEVELS = (
   ("export", "roles"),
   ("generation",),
   ("loop",),
-  ("collect", "serve", "planning"),
+  ("collect", "serve", "planning", "show"),
   ("main",),
   ("__init__",),
 )

@@ -79,7 +79,7 @@ def _with(data, path, value):
 def test_no_damaged_value_is_read():
   data = _text(ledger_json.to_json(_book()))
   paths = list(_leaves(data))
-  assert len(paths) == 32
+  assert len(paths) == 33
   for path, value in itertools.product(
     paths, ("x", -1, 1.5, None, True, [], {}, ...)
   ):

@@ -7,6 +7,8 @@ import pytest
 from jaxrl_post import types
 from jaxrl_post.data import frontier as frontiers
 
+NOTHING = frontiers.to_json(frontiers.Frontier())
+
 
 def finished(*uids: int) -> frontiers.Frontier:
   frontier = frontiers.Frontier()
@@ -34,7 +36,15 @@ def test_a_uid_finishes_once(uid):
 
 @pytest.mark.parametrize(
   "data",
-  [{}, {"first": 1}, {"first": "1", "done": []}, {"first": 1, "done": ["2"]}],
+  [
+    {},
+    {**NOTHING, "first": "1"},
+    {**NOTHING, "done": ["2"]},
+    {"first": 1, "done": []},
+    {**NOTHING, "evidence": {"seen": []}},
+    {**NOTHING, "evidence": {"seen": [[1, 2]], "new": []}},
+    {**NOTHING, "evidence": {"seen": [], "new": [[1, 2, "3"]]}},
+  ],
 )
 def test_what_is_no_frontier_is_refused(data):
   with pytest.raises(types.RunError, match="Resume from another checkpoint"):
@@ -43,4 +53,4 @@ def test_what_is_no_frontier_is_refused(data):
 
 def test_a_frontier_behind_what_it_finished_is_refused():
   with pytest.raises(types.RunError, match="got first 3"):
-    frontiers.from_json({"first": 3, "done": [3]})
+    frontiers.from_json({**NOTHING, "first": 3, "done": [3]})

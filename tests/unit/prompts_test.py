@@ -94,7 +94,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 
 
 def test_a_file_without_examples_is_refused(tmp_path):
-  with pytest.raises(types.InputError, match="at least one line, got none"):
+  with pytest.raises(types.InputError, match="at least one row, got none"):
     sources.Jsonl(written(tmp_path, "")).load()
 
 

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from jaxrl_post import types
+from jaxrl_post.data import difficulty
 from jaxrl_post.envs import cut as cuts
 from jaxrl_post.envs import events, schedule
 from tests.unit import streams
@@ -17,6 +18,8 @@ from tests.unit import streams
 KEPT, READ, DRAINED = (
   {"in_flight": how} for how in ("keep", "recompute", "drain")
 )
+# Few prompts, so that what their groups have shown decides soon.
+POOL = {"size": 7, "pool": difficulty.Pool(results=1, rest=2)}
 EXACT = [
   streams.Setup(max_lag=0, fixed=True, filtered=True, skips=(2,), **KEPT),
   streams.Setup(max_lag=1, fixed=True, filtered=True, **READ),
@@ -25,6 +28,9 @@ EXACT = [
   streams.Setup(max_lag=2, fixed=True, filtered=True, skips=(2, 3), **DRAINED),
   streams.Setup(max_lag=0, filtered=True, skips=(2,)),
   streams.Setup(max_lag=0, filtered=True, skips=(2,), asynchronous=False),
+  streams.Setup(max_lag=0, filtered=True, **POOL),
+  streams.Setup(max_lag=0, filtered=True, asynchronous=False, **POOL),
+  streams.Setup(max_lag=2, fixed=True, filtered=True, **READ, **POOL),
 ]
 
 
@@ -46,6 +52,7 @@ FREE = [
   streams.Setup(max_lag=3, filtered=True, skips=(2, 3), **READ),
   streams.Setup(max_lag=2, on_stale="drop", **READ),
   streams.Setup(max_lag=1, filtered=True, skips=(3,), **DRAINED),
+  streams.Setup(max_lag=2, filtered=True, **KEPT, **POOL),
 ]
 
 
@@ -55,7 +62,7 @@ def fates(text: str) -> dict[int, str]:
   for line in text.splitlines():
     event = json.loads(line)
     kind = event["event"]
-    if kind in ("Consume", "Filter", "Fail", "Drop"):
+    if kind in ("Consume", "Filter", "Fail", "Drop", "Pass"):
       for uid in event.get("uids") or [event["uid"]]:
         assert uid not in found, (uid, found[uid], kind)
         found[uid] = kind
@@ -75,7 +82,7 @@ def test_a_free_run_that_goes_on_loses_and_doubles_nothing(tmp_path, setup):
     assert sorted(trained) == sorted(streams.uids(batches))
     last = cuts.from_files(
       rest.cuts[streams.STEPS],
-      prompts=streams.data(),
+      prompts=setup.items,
       rollout=streams.ENV.rollout,
     )
     out = {entry.uid for entry in last.ledger.outstanding}
@@ -117,6 +124,15 @@ def test_a_followed_run_drops_whom_that_run_dropped(tmp_path):
   assert streams.repeated(two.batches, one.batches)
   # Nobody waits for the blocks of those that were dropped last.
   assert text.startswith((tmp_path / "two" / events.NAME).read_text())
+
+
+def test_a_followed_run_passes_over_what_that_run_did(tmp_path):
+  setup = streams.Setup(max_lag=2, filtered=True, **KEPT, **POOL)
+  one = setup.run(tmp_path / "one")
+  text = (tmp_path / "one" / events.NAME).read_text()
+  assert "Pass" in fates(text).values()
+  two = setup.run(tmp_path / "two", plan=followed(tmp_path / "one"))
+  assert streams.repeated(two.batches, one.batches)
 
 
 def test_a_run_can_be_followed_as_far_as_it_went(tmp_path):
@@ -240,6 +256,20 @@ def test_what_a_long_run_keeps_does_not_grow(tmp_path):
     made = rollouts.cut()
   assert len(made.steps) <= 3
   assert not made.frontier.done
+
+
+def test_c93_what_is_left_of_an_epoch_is_carried_on_or_told(tmp_path, caplog):
+  setup = streams.Setup(asynchronous=False)
+  for size, epochs, batches, left in ((7, 1, 3, 1), (7, 2, 7, 0), (5, 3, 7, 1)):
+    caplog.clear()
+    made = setup.run(
+      tmp_path / f"{size}-{epochs}",
+      items=streams.data(size, epochs=epochs),
+      num_steps=99,
+      score=streams.by_index,
+    )
+    assert [len(groups) for groups in made.batches] == [2] * batches
+    assert f"data ended: {left} groups left over" in caplog.text
 
 
 def test_a_log_that_lost_lines_counts_those_it_has(tmp_path, caplog):

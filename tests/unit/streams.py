@@ -14,8 +14,8 @@ import time
 import zlib
 
 from jaxrl_post import types
+from jaxrl_post.data import difficulty, prompts, sources
 from jaxrl_post.data import frontier as frontiers
-from jaxrl_post.data import prompts, sources
 from jaxrl_post.envs import cut as cuts
 from jaxrl_post.envs import events, schedule, single_turn, stream
 from jaxrl_post.envs import ledger as ledgers
@@ -40,13 +40,16 @@ class Letters:
     return [ord(x) for x in prompt], prompt
 
 
-def data(size: int = 100) -> prompts.Prompts:
+def data(
+  size: int = 100, pool: difficulty.Pool | None = None, epochs: int | None = 1
+) -> prompts.Prompts:
   return prompts.load(
     sources.Generated(lambda i: types.Example(prompt="a", reference=i), size),
     Letters(),
     max_tokens=4,
     seed=0,
-    epochs=1,
+    epochs=epochs,
+    pool=pool,
   )
 
 
@@ -201,6 +204,12 @@ class Setup:
   asynchronous: bool = True
   skips: tuple[int, ...] = ()
   size: int = 100
+  pool: difficulty.Pool | None = None
+
+  @property
+  def items(self) -> prompts.Prompts:
+    """Of one epoch; with a pool without end."""
+    return data(self.size, self.pool, 1 if self.pool is None else None)
 
   @property
   def cfg(self) -> schedule.StreamConfig:
@@ -219,7 +228,7 @@ class Setup:
   def opened(self, folder, *, first=None, plan=None, engine=None, **options):
     """A stream that is new, or goes on from a policy and a cut's files."""
     policy, files = first or (FIRST, None)
-    items = data(self.size)
+    items = options.pop("items", None) or self.items
     cut = None
     if files is not None:
       cut = cuts.from_files(files, prompts=items, rollout=ENV.rollout)

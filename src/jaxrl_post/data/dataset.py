@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from jaxrl_post import types
-from jaxrl_post.data import prompts, tokenizer
+from jaxrl_post.data import difficulty, prompts, sources, tokenizer
 
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
@@ -20,7 +20,7 @@ class Sets:
   """
 
   names: tuple[str, ...]
-  sources: tuple[prompts.Source, ...]
+  sources: tuple[sources.Source, ...]
 
   def __post_init__(self) -> None:
     names = self.names
@@ -41,7 +41,7 @@ class Data:
   """What is asked in training and in evaluation.
 
   Attributes:
-    train: the source of training prompts.
+    train: the source of training prompts, or a `mixture.Mixture` of several.
     held_out: the source of evaluation prompts, or several with a name each;
       None goes without.
     tokenizer: a Hugging Face folder or GGUF file; None takes the model's.
@@ -49,15 +49,18 @@ class Data:
     system: a system message put before every prompt.
     max_prompt: longest prompt in tokens; longer ones are dropped at load.
     epochs: passes over the training prompts; None never ends.
+    pool: passes over the draws of prompts that are always or never solved; None
+      asks them all.
   """
 
-  train: prompts.Source
-  held_out: prompts.Source | Sets | None = None
+  train: sources.Source
+  held_out: sources.Source | Sets | None = None
   tokenizer: str | None = None
   alphabet: str | None = None
   system: str | None = None
   max_prompt: int = 64
   epochs: int | None = None
+  pool: difficulty.Pool | None = None
 
   def __post_init__(self) -> None:
     if self.max_prompt < 1:
@@ -67,6 +70,13 @@ class Data:
     if self.tokenizer is not None and self.alphabet is not None:
       raise types.InputError(
         "data: expected one of tokenizer and alphabet, got both. Drop one."
+      )
+    least = 0 if self.pool is None else self.pool.results
+    if self.epochs is not None and self.epochs <= least:
+      raise types.InputError(
+        f"data.epochs: expected more than the {least} of data.pool.results, or "
+        f"none, got {self.epochs}: no prompt would be passed over. Leave the "
+        "pool out, or raise it."
       )
 
 
@@ -142,6 +152,7 @@ def load(
     seed=seed,
     epochs=cfg.epochs,
     system=cfg.system,
+    pool=cfg.pool,
   )
   held_out = {
     name: prompts.load(
@@ -159,10 +170,22 @@ def load(
 
 
 def _sets(
-  held_out: prompts.Source | Sets | None,
-) -> Mapping[str, prompts.Source]:
+  held_out: sources.Source | Sets | None,
+) -> Mapping[str, sources.Source]:
   if held_out is None:
     return {}
   if isinstance(held_out, Sets):
     return dict(zip(held_out.names, held_out.sources, strict=True))
   return {"": held_out}
+
+
+def leaked(data: Dataset) -> int:
+  """Counts held-out prompts that are training prompts, too.
+
+  Returns:
+    How many items of all sets of `data.held_out` have the ids of one of
+    `data.train`, whatever their references.
+  """
+  train = {item.tokens for item in data.train.items}
+  held_out = [x for asked in data.held_out.values() for x in asked.items]
+  return sum(item.tokens in train for item in held_out)

@@ -1,14 +1,16 @@
 """The data cursor: which draws are finished, so that no resume repeats one.
 
 Groups finish out of order. A single index would skip the slow ones or train
-the fast ones twice after a restart.
+the fast ones twice after a restart. A draw that is passed over is finished.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl_post import types
+from jaxrl_post.data import difficulty
 
 
 @types.host_record
@@ -18,10 +20,12 @@ class Frontier:
   Attributes:
     first: smallest unfinished uid; all below it are finished.
     done: finished uids above `first`.
+    evidence: what finished groups say about their items, if there is a pool.
   """
 
   first: int = 0
   done: frozenset[int] = frozenset()
+  evidence: difficulty.Evidence = difficulty.Evidence()
 
   def __post_init__(self) -> None:
     if self.first < 0 or any(uid <= self.first for uid in self.done):
@@ -31,26 +35,29 @@ class Frontier:
       )
 
 
-def finish(frontier: Frontier, uid: int) -> Frontier:
-  """Marks one more uid as finished.
+def finish(frontier: Frontier, *uids: int) -> Frontier:
+  """Marks more uids as finished.
 
   Returns:
-    A frontier with exactly one more finished uid; `first` passes over those
+    A frontier with exactly these finished uids more; `first` passes over those
     that were finished ahead of it.
 
   Raises:
-    types.RunError: when `uid` is finished already.
+    types.RunError: when one of `uids` is finished already.
   """
-  if uid < frontier.first or uid in frontier.done:
-    raise types.RunError(
-      f"frontier: expected an unfinished uid, got {uid} a second time. "
-      "A draw was trained twice; report this with the run's metrics."
-    )
-  done = frontier.done | {uid}
+  done = set(frontier.done)
+  for uid in uids:
+    if uid < frontier.first or uid in done:
+      raise types.RunError(
+        f"frontier: expected an unfinished uid, got {uid} a second time. "
+        "A draw was trained twice; report this with the run's metrics."
+      )
+    done.add(uid)
   first = frontier.first
   while first in done:
     first += 1
-  return Frontier(first=first, done=frozenset(u for u in done if u > first))
+  above = frozenset(u for u in done if u > first)
+  return dataclasses.replace(frontier, first=first, done=above)
 
 
 def pending(frontier: Frontier) -> Iterator[int]:
@@ -61,7 +68,11 @@ def pending(frontier: Frontier) -> Iterator[int]:
 
 def to_json(frontier: Frontier) -> dict[str, Any]:
   """Returns the frontier as numbers and lists, for a checkpoint."""
-  return {"first": frontier.first, "done": sorted(frontier.done)}
+  return {
+    "first": frontier.first,
+    "done": sorted(frontier.done),
+    "evidence": difficulty.to_json(frontier.evidence),
+  }
 
 
 def from_json(data: Mapping[str, Any]) -> Frontier:
@@ -74,11 +85,17 @@ def from_json(data: Mapping[str, Any]) -> Frontier:
     types.RunError: when `data` is no frontier.
   """
   match data:
-    case {"first": int(first), "done": [*done]} if all(
-      isinstance(uid, int) for uid in done
-    ):
-      return Frontier(first=first, done=frozenset(done))
+    case {
+      "first": int(first),
+      "done": [*done],
+      "evidence": evidence,
+    } if all(isinstance(uid, int) for uid in done):
+      return Frontier(
+        first=first,
+        done=frozenset(done),
+        evidence=difficulty.from_json(evidence),
+      )
   raise types.RunError(
-    f"frontier: expected {{'first': int, 'done': [int]}}, got {data!r}. "
-    "Resume from another checkpoint."
+    "frontier: expected {'first': int, 'done': [int], 'evidence': ...}, got "
+    f"{data!r}. Resume from another checkpoint."
   )

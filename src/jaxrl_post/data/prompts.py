@@ -5,22 +5,14 @@ the same item drawn twice is two prompts.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import grain
 from absl import logging
 
 from jaxrl_post import types
-
-
-@runtime_checkable
-class Source(Protocol):
-  """What a configuration names as its data."""
-
-  def load(self) -> tuple[types.Example, ...]:
-    """Reads the examples."""
-    ...
+from jaxrl_post.data import difficulty, mixture, sources
 
 
 @runtime_checkable
@@ -43,12 +35,17 @@ class Prompts:
     order: place of the item that the uid-th draw takes.
     dropped: examples left out because they were too long.
     digest: SHA-256 over ids and references; tells other data on resume.
+    sizes: items of each source of a mixture, in the order of `items`; of one
+      source all of them.
+    pool: when an item's draws are passed over; None never.
   """
 
   items: tuple[types.Prompt, ...]
-  order: grain.MapDataset
+  order: grain.MapDataset | mixture.Order
   dropped: int
   digest: str
+  sizes: tuple[int, ...]
+  pool: difficulty.Pool | None = None
 
   @property
   def size(self) -> int:
@@ -65,17 +62,25 @@ class Prompts:
     Raises:
       IndexError: outside [0, len).
     """
-    if not 0 <= uid < len(self):
-      raise IndexError(f"uid {uid} of {len(self)} draws")
-    place: Any = self.order[uid]  # grain's elements have no type
-    item = self.items[place]
+    item = self.items[self.place(uid)]
     return types.Prompt(
       uid=uid, tokens=item.tokens, text=item.text, reference=item.reference
     )
 
+  def place(self, uid: int) -> int:
+    """Returns the place in `items` of the uid-th draw.
+
+    Raises:
+      IndexError: outside [0, len).
+    """
+    if not 0 <= uid < len(self):
+      raise IndexError(f"uid {uid} of {len(self)} draws")
+    place: Any = self.order[uid]  # grain's elements have no type
+    return place
+
 
 def load(
-  source: Source,
+  source: sources.Source,
   tokenizer: Tokenizer,
   *,
   max_tokens: int,
@@ -83,6 +88,7 @@ def load(
   epochs: int | None,
   shuffle: bool = True,
   system: str | None = None,
+  pool: difficulty.Pool | None = None,
 ) -> Prompts:
   """Reads a source, encodes it and sets the order of the run.
 
@@ -93,29 +99,33 @@ def load(
       counted in one line of the log.
     seed: of the order; not negative.
     epochs: passes over the data; None never ends.
-    shuffle: takes another permutation each epoch; False keeps the source's
-      order, for evaluation.
+    shuffle: takes another permutation each epoch, and from a mixture by its
+      weights; False keeps the source's order, for evaluation.
     system: a system message put before every prompt.
+    pool: when an item's draws are passed over; kept for who draws.
 
   Returns:
-    Prompts in which each epoch holds every kept item exactly once. Equal seeds
-    give equal orders, and uids 0, 1, ... name the draws.
+    Prompts in which each epoch holds every kept item exactly once; of a mixture
+    see `mixture.order`. Equal seeds give equal orders, and uids 0, 1, ... name
+    the draws.
 
   Raises:
     types.InputError: for a setting out of range, a prompt without tokens, or
-      when no prompt is short enough.
+      when no prompt of a source is short enough.
   """
   _check(max_tokens=max_tokens, seed=seed, epochs=epochs)
-  examples = source.load()
-  encoded = [_encode(e, i, tokenizer, system) for i, e in enumerate(examples)]
+  mixed = source if isinstance(source, mixture.Mixture) else None
+  parts = (source.load(),) if mixed is None else mixed.parts()
+  encoded: list[types.Prompt] = []
+  sizes = []
+  for part in parts:
+    first = len(encoded)
+    encoded += [
+      _encode(e, i, tokenizer, system) for i, e in enumerate(part, first)
+    ]
+    sizes.append(_count_kept(encoded[first:], max_tokens))
   kept = tuple(item for item in encoded if len(item.tokens) <= max_tokens)
   dropped = len(encoded) - len(kept)
-  if not kept:
-    shortest = min((len(item.tokens) for item in encoded), default=0)
-    raise types.InputError(
-      f"data.max_prompt: expected a prompt of at most {max_tokens} tokens, got "
-      f"{len(encoded)} examples, the shortest of {shortest}. Raise the limit."
-    )
   if dropped:
     logging.warning(
       "data: %d of %d prompts dropped, longer than max_prompt=%d.",
@@ -123,15 +133,32 @@ def load(
       len(encoded),
       max_tokens,
     )
-  order = grain.MapDataset.source(range(len(kept))).seed(seed)
-  if shuffle:
-    order = order.shuffle()
+  if shuffle and mixed is not None:
+    order = mixture.order(sizes, mixed.weights, seed=seed, epochs=epochs)
+  else:
+    order = grain.MapDataset.source(range(len(kept))).seed(seed)
+    order = (order.shuffle() if shuffle else order).repeat(epochs)
   return Prompts(
     items=kept,
-    order=order.repeat(epochs),
+    order=order,
     dropped=dropped,
-    digest=_digest(kept),
+    digest=_digest(kept, sizes),
+    sizes=tuple(sizes),
+    pool=pool,
   )
+
+
+def _count_kept(encoded: Sequence[types.Prompt], max_tokens: int) -> int:
+  """Counts what of a source is short enough; refuses to go without any."""
+  lengths = [len(item.tokens) for item in encoded]
+  kept = sum(length <= max_tokens for length in lengths)
+  if not kept:
+    raise types.InputError(
+      f"data.max_prompt: expected a prompt of at most {max_tokens} tokens, got "
+      f"{len(lengths)} examples, the shortest of {min(lengths, default=0)}. "
+      "Raise the limit."
+    )
+  return kept
 
 
 def _check(*, max_tokens: int, seed: int, epochs: int | None) -> None:
@@ -150,9 +177,7 @@ def _check(*, max_tokens: int, seed: int, epochs: int | None) -> None:
 def _encode(
   example: types.Example, index: int, tokenizer: Tokenizer, system: str | None
 ) -> types.Prompt:
-  prompt = example.prompt
-  if system is not None:
-    prompt = _with_system(prompt, index, system)
+  prompt = with_system(example.prompt, index, system)
   ids, text = tokenizer.prompt_ids(prompt)
   if not ids:
     raise types.InputError(
@@ -164,9 +189,21 @@ def _encode(
   )
 
 
-def _with_system(
-  prompt: str | tuple[Mapping[str, str], ...], index: int, system: str
-) -> tuple[Mapping[str, str], ...]:
+def with_system(
+  prompt: str | tuple[Mapping[str, str], ...], index: int, system: str | None
+) -> str | tuple[Mapping[str, str], ...]:
+  """Returns what the tokenizer gets of an example.
+
+  Args:
+    prompt: of the example.
+    index: its number, for messages.
+    system: a message put before it; None leaves the prompt as it is.
+
+  Raises:
+    types.InputError: it has a system message of its own.
+  """
+  if system is None:
+    return prompt
   if isinstance(prompt, str):
     prompt = ({"role": "user", "content": prompt},)
   if prompt and prompt[0]["role"] == "system":
@@ -177,10 +214,12 @@ def _with_system(
   return ({"role": "system", "content": system}, *prompt)
 
 
-def _digest(items: tuple[types.Prompt, ...]) -> str:
+def _digest(items: tuple[types.Prompt, ...], sizes: Sequence[int]) -> str:
   digest = hashlib.sha256()
   for item in items:
     digest.update(_canonical((item.tokens, item.reference)).encode())
+  if len(sizes) > 1:  # An item of another source comes at another time.
+    digest.update(_canonical(sizes).encode())
   return digest.hexdigest()
 
 

@@ -35,11 +35,15 @@ class Counters:
     generated: rollouts whose completion ended.
     sampled_tokens: in these.
     left_in_step: groups that left untrained since the newest batch.
+    always: prompts that every rollout solves, to the pool, if there is one.
+    never: prompts that none solves, likewise.
   """
 
   generated: int = 0
   sampled_tokens: int = 0
   left_in_step: int = 0
+  always: int = 0
+  never: int = 0
 
 
 @types.host_record

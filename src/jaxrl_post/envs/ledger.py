@@ -25,6 +25,13 @@ class Admit:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pass:
+  """Draws are passed over: they never become groups."""
+
+  uids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Block:
   """Tokens of a group were sampled; any number of times, in any turn.
 
@@ -101,7 +108,7 @@ class Stop:
 
 
 Move = Block | Finish | Score | Filter | Fail | Drop | Retry
-Event = Admit | Move | Consume | Publish | Stop
+Event = Admit | Pass | Move | Consume | Publish | Stop
 
 STATES = ("sampling", "scoring", "ready")
 FATES = ("trained", "filtered", "failed", "dropped")
@@ -164,6 +171,7 @@ class Ledger:
     step: batches consumed.
     outstanding: admitted and not left, in order of admission, so of deadline.
     admitted: groups, ever.
+    passed: draws that were passed over, ever; no groups.
     sampled: tokens, ever.
     trained: left in a batch.
     filtered: left by choice.
@@ -182,6 +190,7 @@ class Ledger:
   step: int = 0
   outstanding: Entries = ()
   admitted: int = 0
+  passed: int = 0
   sampled: int = 0
   trained: Count = Count()
   filtered: Count = Count()
@@ -295,6 +304,11 @@ def apply(ledger: Ledger, event: Event) -> Ledger:
         admitted=ledger.admitted + 1,
         outstanding=(*ledger.outstanding, Entry(uid, ledger.version)),
       )
+    case Pass(uids):
+      out = {e.uid for e in ledger.outstanding}
+      fresh = len(out.union(uids)) == len(out) + len(uids)
+      _require(fresh and uids != (), ledger, event, "draws not outstanding")
+      result = dataclasses.replace(ledger, passed=ledger.passed + len(uids))
     case Consume(uids):
       _require(uids == batch(ledger) != (), ledger, event, "the next batch")
       left = _without(ledger, uids)
@@ -354,6 +368,7 @@ def restore(saved: Ledger, fresh: Ledger, keep: Collection[int] = ()) -> Ledger:
     fresh,
     outstanding=entries,
     admitted=saved.admitted - len(uids) + len(entries),
+    passed=saved.passed,
     sampled=saved.sampled,
     discarded=_plus(saved.discarded, 0, lost),
     **{fate: getattr(saved, fate) for fate in FATES},

@@ -4,12 +4,14 @@ Whoever calls holds the stream's lock.
 """
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_post import types
+from jaxrl_post.data import difficulty
 from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.data import prompts as prompt_sets
 from jaxrl_post.envs import cut as cuts
@@ -114,7 +116,7 @@ class Work:
 
   Attributes:
     ledger: where every group is.
-    frontier: which draws have left.
+    frontier: which draws have left, or were passed over.
     counters: what was made.
     next_uid: the draw that is admitted next, if the data has not ended.
     held: outcomes of groups that are known, and not entered yet, in order.
@@ -148,8 +150,7 @@ class Work:
     self._reasons: dict[int, str] = {}
     self.ledger, self.frontier = ledger, frontier
     self.counters = cuts.Counters()
-    self._uids = self._pending()
-    self.next_uid = next(self._uids)
+    self._begin()
 
   @property
   def exhausted(self) -> bool:
@@ -231,11 +232,14 @@ class Work:
 
   def publish(self, policy: types.Policy) -> None:
     """Enters newer weights."""
+    newer = policy.step > self.ledger.version
     self._steps[policy.version] = policy.step
     self.apply(ledgers.Publish(policy.step))
     waiting = self.ledger.outstanding
     oldest = waiting[0].admitted if waiting else policy.step
     self._steps = {v: s for v, s in self._steps.items() if s >= oldest}
+    if newer and self._prompts.pool is not None:
+      self._learn(self._prompts.pool)
 
   def admit(self) -> types.Request:
     """Begins the next group; returns what to sample."""
@@ -243,6 +247,7 @@ class Work:
     self.apply(ledgers.Admit(prompt.uid))
     self._groups[prompt.uid] = _Group(prompt)
     self.next_uid = next(self._uids)
+    self._pass_over()
     return self._env.request(prompt)
 
   def book(
@@ -305,17 +310,17 @@ class Work:
   def leave(self, event: ledgers.Filter | ledgers.Fail | ledgers.Drop) -> None:
     """Lets a group go untrained."""
     self.apply(event)
-    self._groups.pop(event.uid)
-    self.frontier = frontiers.finish(self.frontier, event.uid)
+    self._finish(self._groups.pop(event.uid))
     self.counters.left_in_step += 1
 
   def take(self, uids: tuple[int, ...]) -> list[types.Group]:
     """Hands out a batch, by uid."""
     self.apply(ledgers.Consume(uids))
     self.counters.left_in_step = 0
-    for uid in uids:
-      self.frontier = frontiers.finish(self.frontier, uid)
-    return [self._groups.pop(uid).whole() for uid in sorted(uids)]
+    groups = [self._groups.pop(uid) for uid in sorted(uids)]
+    for group in groups:
+      self._finish(group)
+    return [group.whole() for group in groups]
 
   def cut(self, partials: Iterable[types.Partial], events: int) -> cuts.Cut:
     """Returns all that is needed to go on from here.
@@ -368,9 +373,53 @@ class Work:
         self._groups[was.uid] = group
         requests += self._rest(group, was)
         rollouts += group.sampled.values()
+    self._begin()
+    return requests, rollouts
+
+  def _begin(self) -> None:
+    """Goes to the first draw that has not begun."""
     self._uids = self._pending()
     self.next_uid = next(self._uids)
-    return requests, rollouts
+    self._pass_over()
+
+  def _pass_over(self) -> None:
+    """Goes on to the next draw whose prompt does not rest."""
+    pool, draws = self._prompts.pool, len(self._prompts)
+    if pool is None or self.exhausted:
+      return
+    coming = itertools.takewhile(lambda uid: uid < draws, self._pending())
+    number, evidence = difficulty.pass_over(
+      pool, self.frontier.evidence, map(self._prompts.place, coming)
+    )
+    if not number:
+      return
+    uids = tuple(itertools.islice(self._pending(), number))
+    self.apply(ledgers.Pass(uids))
+    self.frontier = dataclasses.replace(
+      frontiers.finish(self.frontier, *uids), evidence=evidence
+    )
+    self._uids = self._pending()
+    self.next_uid = next(self._uids)
+
+  def _finish(self, group: _Group) -> None:
+    """Marks a draw as done, and notes what a whole group says about it."""
+    uid, pool = group.prompt.uid, self._prompts.pool
+    self.frontier = frontiers.finish(self.frontier, uid)
+    rewards = [rollout.reward for rollout in group.scored.values()]
+    if pool is None or len(rewards) < self._env.group_size:
+      return
+    evidence = difficulty.note(
+      pool, self.frontier.evidence, uid, self._prompts.place(uid), rewards
+    )
+    self.frontier = dataclasses.replace(self.frontier, evidence=evidence)
+
+  def _learn(self, pool: difficulty.Pool) -> None:
+    """Lets what was noted count: with new weights, which no clock decides."""
+    evidence = difficulty.count(self.frontier.evidence)
+    self.frontier = dataclasses.replace(self.frontier, evidence=evidence)
+    always, never = difficulty.sums(pool, evidence)
+    self.counters.always, self.counters.never = always, never
+    self._pass_over()
 
   def _rest(self, group: _Group, was: cuts.Open) -> list[types.Request]:
     """Fills a group from a cut; returns what of it is left to sample."""
