@@ -166,11 +166,6 @@ def linen_cached() -> config.Run:
   return of(from_flax.linen(Step(), takes=takes, decode=step, **SIZES))
 
 
-def linen_alone() -> config.Run:
-  """The same without a cache, and a row for each rollout."""
-  return of(from_flax.linen(Step(), takes=("mask",), **SIZES))
-
-
 def nnx_cached() -> config.Run:
   """The same of nnx, but for the mask."""
   return of(

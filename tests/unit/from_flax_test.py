@@ -12,6 +12,7 @@ from flax import nnx
 from jaxrl_post import types
 from jaxrl_post.models import decoder, from_flax, network
 from jaxrl_post.models import spec as specs
+from jaxrl_post.training import optim
 from tests.e2e import own_models as own
 from tests.house import docs_test, source
 
@@ -246,6 +247,24 @@ def test_first_weights_follow_the_key_and_are_float32():
   assert not jax.tree.all(
     jax.tree.map(lambda x, y: bool((x == y).all()), params, other)
   )
+
+
+def test_vectors_do_not_decay():
+  """They are told by their dims, and by name where layers are stacked."""
+  params = {
+    name: jnp.ones(shape)
+    for name, shape in (
+      ("kernel", (2, 3)),
+      ("shift", (3,)),
+      ("scale", (2, 3)),
+      ("bias", (2, 3)),
+    )
+  }
+  made = optim.build(optim.Optim("sgd", 0.1, weight_decay=0.5), 1)
+  none = jax.tree.map(jnp.zeros_like, params)
+  with jax.numpy_dtype_promotion("standard"):
+    moved, _ = made.update(none, made.init(params), params)
+  assert [k for k, x in moved.items() if x.any()] == ["kernel"]
 
 
 def test_a_model_is_told_from_others_by_what_it_is():

@@ -1,5 +1,6 @@
 """An engine of a model of the user's own keeps the promises of ours."""
 
+import dataclasses
 import functools
 
 import jax
@@ -19,24 +20,24 @@ MODELS = [own.linen_plain, own.nnx_cached]
 
 @functools.cache
 def built(make):
-  """Returns the decoder, its weights and the compiled steps."""
+  """Returns the decoder and its weights."""
   model = make().model
   made = decoder.Decoder(model.config)
-  params = decoder.init(model.config, jax.random.key(1), "float32")
-  return made, params, engines.compiled(CFG, len(PROMPT), 2, made)
+  return made, decoder.init(model.config, jax.random.key(1), "float32")
 
 
-def new(make, text=None):
+def new(make, text=None, cfg=CFG):
   """Returns an engine of the model."""
-  made, _, steps = built(make)
+  made, _ = built(make)
+  steps = engines.compiled(cfg, len(PROMPT), 2, made)
   return engines.engine(
-    CFG, max_prompt=3, group=2, config=made.config, steps=steps, decode=text
+    cfg, max_prompt=3, group=2, config=made.config, steps=steps, decode=text
   )
 
 
 def run(make, *requests, engine=None, cut=None):
   """Returns completions by uid; with `cut`, partials after so many steps."""
-  engine, (_, params, _) = engine or new(make), built(make)
+  engine, (_, params) = engine or new(make), built(make)
   for one in requests:
     engine.add(one)
   done, count = {}, 0
@@ -57,7 +58,7 @@ def request(*uids, prompt=PROMPT, begun=(), hold=False, **sampling):
 
 @pytest.mark.parametrize("make", MODELS)
 def test_it_reports_the_log_probabilities_of_the_trainer(make):
-  made, params, _ = built(make)
+  made, params = built(make)
   done = run(
     make,
     request(7, 8, temperature=0.6, top_logprobs=2),
@@ -93,6 +94,26 @@ def test_a_completion_does_not_depend_on_its_neighbours_or_a_break(make):
   again = run(make, request(8, begun=half))[8]
   assert again.tokens == alone.tokens
   assert len({c.tokens for c in many.values()}) > 4
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_neither_rows_nor_blocks_nor_chunks_change_a_token(make):
+  sizes = dict(rows=2, block=3, prefill_tokens=1)
+  other = new(make, cfg=dataclasses.replace(CFG, **sizes))
+  requests = [request(uid, uid + 1) for uid in (8, 20, 30)]
+  one, two = run(make, *requests), run(make, *requests, engine=other)
+  assert one.keys() == two.keys()
+  for uid, made in one.items():
+    assert two[uid].tokens == made.tokens
+    assert two[uid].logprobs == pytest.approx(made.logprobs, abs=1e-5)
+
+
+def test_a_cache_changes_no_token():
+  requests = [request(8, 9), request(20, prompt=(5,))]
+  one, two = (run(make, *requests) for make in (own.nnx_cached, own.nnx_plain))
+  for uid, made in one.items():
+    assert two[uid].tokens == made.tokens
+    assert two[uid].logprobs == pytest.approx(made.logprobs, abs=1e-5)
 
 
 @pytest.mark.parametrize("make", MODELS)
