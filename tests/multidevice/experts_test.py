@@ -23,7 +23,6 @@ SPEC = transformer.spec(CONFIG)
 TRAINING = (
   meshes.TrainingAxes(expert=4, fsdp=2),
   meshes.TrainingAxes(expert=2, fsdp=1, tensor=2, context=2),
-  meshes.TrainingAxes(data=2, expert=2, fsdp=2),
   # Three parts of eight experts: all devices have all of them.
   meshes.TrainingAxes(expert=3, fsdp=2),
 )

@@ -124,6 +124,21 @@ def test_sorted_tokens_give_what_each_expert_gives_alone(
     np.testing.assert_allclose(got / scale, expected / scale, atol=1e-6)
 
 
+@pytest.mark.parametrize("sizes", [(5, 0, 9, 3), (0, 0, 0, 0), (0, 20, 0, 0)])
+def test_tiles_of_any_size_give_the_gradient_of_a_weight(monkeypatch, sizes):
+  draw = np.random.default_rng(1)
+  x, g = (draw.standard_normal((20, n)).astype(np.float32) for n in (3, 4))
+  expected, begin = [], 0
+  for size in sizes:
+    rows = slice(begin, begin := begin + size)
+    expected.append(x[rows].T @ g[rows])
+  x[begin:], g[begin:] = np.nan, np.nan  # Rows of no group may be anything.
+  for tile in (1, 4, 7, 512):
+    monkeypatch.setattr(experts, "_TILE", tile)
+    made = experts._by_group(*map(jnp.asarray, (x, g)), jnp.asarray(sizes))
+    np.testing.assert_allclose(made, expected, atol=1e-5)
+
+
 def test_an_expert_that_nobody_chooses_has_no_gradient():
   cfg, w = experts.Experts(4, 2), _layer(4)
   x = jax.random.normal(jax.random.key(0), (1, 5, 12))

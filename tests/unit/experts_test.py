@@ -220,18 +220,23 @@ def test_decoding_gives_the_numbers_of_a_teacher_forced_forward():
   made = _generate(asks, rows=4)
   prompts = [ask.prompt for ask in asks for _ in ask.uids]
   heats = [ask.sampling.temperature for ask in asks for _ in ask.uids]
-  for prompt, heat, completion in zip(prompts, heats, made, strict=True):
-    tokens = jnp.array([[*prompt, *completion.tokens]])
-    logprobs, _ = decoders.logprobs(
-      decoders.Decoder(CONFIG),
-      making.params(CONFIG, seed=3),
-      tokens=tokens,
-      positions=jnp.arange(tokens.shape[1])[None],
-      segment_ids=jnp.ones_like(tokens),
-      temperature=jnp.full(tokens.shape, heat),
-    )
+  whole = [(*p, *c.tokens) for p, c in zip(prompts, made, strict=True)]
+  tokens = np.zeros((len(whole), 13), np.int32)
+  for row, ids in zip(tokens, whole, strict=True):
+    row[: len(ids)] = ids
+  score = functools.partial(decoders.logprobs, decoders.Decoder(CONFIG))
+  logprobs, _ = jax.jit(score)(
+    making.params(CONFIG, seed=3),
+    tokens=jnp.asarray(tokens),
+    positions=jnp.broadcast_to(jnp.arange(13), tokens.shape),
+    segment_ids=jnp.ones(tokens.shape, jnp.int32),
+    temperature=jnp.broadcast_to(jnp.asarray(heats)[:, None], tokens.shape),
+  )
+  for prompt, ids, found, completion in zip(
+    prompts, whole, logprobs, made, strict=True
+  ):
     np.testing.assert_allclose(
-      completion.logprobs, logprobs[0, len(prompt) :], atol=1e-5, rtol=1e-5
+      completion.logprobs, found[len(prompt) : len(ids)], atol=1e-5, rtol=1e-5
     )
   assert len({completion.tokens for completion in made}) == 3
 

@@ -30,6 +30,8 @@ from jaxrl_post import types
 # What a backward pass keeps of routing, whatever else it makes again: a token
 # that goes elsewhere the second time would have the gradient of another pass.
 KEPT = "routing"
+# Rows of an expert that are multiplied at a time for the gradient of a weight.
+_TILE = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +156,7 @@ def on(mesh: jax.sharding.Mesh, rules: Mapping[str, str], tokens: jax.P) -> Mix:
   split = [name for part in tokens for name in _names(part)]
   axes = _Axes(experts, axis("embed"), axis("ff"), experts in split)
   into, out = jax.P(*axes[:3]), jax.P(experts, axes.ff, axes.width)
-  shard = functools.partial(jax.shard_map, mesh=mesh)
+  shard = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
 
   def mix(
     cfg: Experts, x: jax.Array, w: Weights, chosen: jax.Array | None
@@ -275,10 +277,57 @@ def _own(
     return jnp.where(taken, rows, jnp.zeros((), rows.dtype))
 
   rows = keep(_spread(x, order, back))
-  gated = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes))
-  gated = keep(gated * jax.lax.ragged_dot(rows, up, sizes))
-  made = keep(jax.lax.ragged_dot(gated, down, sizes))
+  gated = jax.nn.silu(_product(rows, gate, sizes))
+  gated = keep(gated * _product(rows, up, sizes))
+  made = keep(_product(gated, down, sizes))
   return _collect(made, order, back).reshape(*ids.shape, -1)
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+  """Multiplies the runs of sorted rows with a matrix each: [M, i] to [M, o].
+
+  Its backward pass is `ragged_dot` for rows, and a loop over tiles for weights:
+  of those XLA would multiply every row with every expert, on TPUs too.
+  """
+  return jax.lax.ragged_dot(x, w, sizes)
+
+
+def _product_forward(x: jax.Array, w: jax.Array, sizes: jax.Array):
+  return _product(x, w, sizes), (x, w, sizes)
+
+
+def _product_backward(kept: tuple[jax.Array, ...], g: jax.Array):
+  x, w, sizes = kept
+  back = jax.lax.ragged_dot(g, w.swapaxes(1, 2), sizes)
+  return back, _by_group(x, g, sizes).astype(w.dtype), None
+
+
+def _by_group(
+  x: Float[Array, "M i"], g: Float[Array, "M o"], sizes: Int[Array, " e"]
+) -> Float[Array, "e i o"]:
+  """Returns x^T g of each run of rows, in float32."""
+  tile = min(_TILE, len(x))
+  ends = jnp.cumsum(sizes)
+  tiles = -(-sizes // tile)
+  last = jnp.cumsum(tiles)
+
+  def add(number: jax.Array, sums: jax.Array) -> jax.Array:
+    group = jnp.sum(last <= number)
+    step = number - last[group] + tiles[group]
+    begin = ends[group] - sizes[group] + step * tile
+    at = jnp.minimum(begin, len(x) - tile)
+    place = at + jnp.arange(tile)
+    ours = ((place >= begin) & (place < ends[group]))[:, None]
+    x_own, g_own = (
+      jnp.where(ours, rows, jnp.zeros((), rows.dtype))
+      for rows in (jax.lax.dynamic_slice_in_dim(y, at, tile) for y in (x, g))
+    )
+    made = jnp.matmul(x_own.T, g_own, preferred_element_type=jnp.float32)
+    return sums.at[group].add(made)
+
+  zeros = jnp.zeros((len(sizes), x.shape[1], g.shape[1]), jnp.float32)
+  return jax.lax.fori_loop(0, last[-1], add, zeros)
 
 
 @jax.custom_vjp
@@ -317,6 +366,7 @@ def _collect_backward(order: jax.Array, g: jax.Array):
   return _rows(g, order), None, None
 
 
+_product.defvjp(_product_forward, _product_backward)
 _spread.defvjp(_spread_forward, _spread_backward)
 _collect.defvjp(_collect_forward, _collect_backward)
 
