@@ -256,6 +256,7 @@ def test_dapo_trains_two_steps_in_four_updates(problems, tmp_path):
     [
       *problems,
       *SMALL,
+      "data.pool.results=1",
       "model.dtype=float32",
       "optim.microbatches=1",
       "optim.minibatches=2",
@@ -267,9 +268,11 @@ def test_dapo_trains_two_steps_in_four_updates(problems, tmp_path):
   assert run.stream.filter_zero_signal and run.data.pool is not None
   state = loop.run(run, prepare.prepare(run), tmp_path)
   assert (int(state.step), int(state.version)) == (2, 2)
-  for line in runs.metrics(tmp_path)[1:]:
+  *_, first, last = runs.metrics(tmp_path)
+  for line in (first, last):
     assert line["loss/skipped"] == 0 and line["signal/zero_fraction"] == 0
-    assert line["data/pool_passed"] == 0
+    assert line["data/pool_passed"] == line["data/pool_always"] == 0
+  assert 0 < first["data/pool_never"] <= last["data/pool_never"]
 
 
 # ---------------------------------------------------------------- the curve

@@ -200,7 +200,7 @@ def test_offsets_that_lead_out_of_a_batch_are_refused(tmp_path):
   path = write_hf(tmp_path / "data", [{"prompt": "abcd", "answer": 1}], "a")
   file = tmp_path / "data" / "a"
   raw = file.read_bytes()
-  at = raw.index(b"\0\0\0\0\x04\0\0\0", raw.index(b"answer"))
+  at = raw.rindex(b"\0\0\0\0\x04\0\0\0", 0, raw.index(b"abcd"))
   file.write_bytes(raw[:at] + b"\0\0\0\0\xff\xff\xff\x7f" + raw[at + 8 :])
   assert "expected a whole Arrow stream" in refused(hf_disk.HfDisk(path))
 
