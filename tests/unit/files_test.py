@@ -143,7 +143,9 @@ def test_a_missing_field_is_told_with_those_there_are(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_there_or_empty_is_refused(kind, tmp_path):
   write, source = KINDS[kind]
-  assert "data.path: expected" in refused(source(str(tmp_path / "none")))
+  line = refused(source(str(tmp_path / "none")))
+  assert "data.path: expected" in line and str(tmp_path / "none") in line
+  assert kind == "hf_disk" or "(No such file or directory). Corr" in line
   with pytest.raises(types.InputError, match="data.limit: expected >= 1"):
     source("data", limit=0)
   if kind == "jsonl":

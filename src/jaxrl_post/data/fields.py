@@ -7,6 +7,7 @@ field is named as it is in the row or, in a field of a field, with dots:
 
 import itertools
 import json
+import os
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -94,9 +95,10 @@ def files(path: str) -> list[str]:
 
 def unreadable(path: str, error: OSError) -> types.InputError:
   """Returns what to raise for a file that the system does not give."""
+  reason = os.strerror(error.errno) if error.errno else error.strerror
   return types.InputError(
-    f"data.path: expected a readable file, got {path!r} ({error.strerror}). "
-    "Correct the path."
+    f"data.path: expected a readable file, got {path!r} ({reason}). Correct "
+    "the path."
   )
 
 
