@@ -11,15 +11,15 @@ import shutil
 import tempfile
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
 
 from jaxrl_post import config, prepare, types
 from jaxrl_post.data import dataset
 from jaxrl_post.data import tokenizer as tokenizers
+from jaxrl_post.models import adapted, safetensors_io, transformer, weights
 from jaxrl_post.models import export as exports
-from jaxrl_post.models import safetensors_io, transformer, weights
 from jaxrl_post.models import spec as specs
 from jaxrl_post.runtime import fields
 from jaxrl_post.runtime import folder as folder_lib
@@ -235,15 +235,13 @@ def _check_adapter(cfg: config.Run) -> None:
 def _wanted(
   cfg: config.Run, shape: transformer.Config, form: Form
 ) -> dict[str, types.Tree]:
-  """Declares what is read, as arrays in the host's memory."""
+  """Declares what is read."""
   tree = transformer.spec(shape)
   adapters = trained.spec(cfg.optim.trained, tree)
   wanted = {} if form.adapter else {"params": tree}
   if adapters is not None:
     wanted["adapters"] = adapters
-  arrays = specs.abstract(wanted, jnp.float32)
-  host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-  return specs.on(arrays, jax.tree.map(lambda _: host, arrays))
+  return specs.abstract(wanted, jnp.float32)
 
 
 # ------------------------------------------------------------------ the folder
@@ -280,9 +278,15 @@ def _write_model(
   form: Form,
 ) -> None:
   """Writes weights, adapters merged into them."""
-  params = found["params"]
+  layers = dict(found["params"]["layers"])
   if isinstance(cfg.optim.trained, lora.Lora):
-    params = lora.attach(params, found["adapters"], cfg.optim.trained)
+    # As `lora.attach`, which would bring all of it to a device.
+    scale = np.float32(cfg.optim.trained.scale)
+    for name, change in found["adapters"]["layers"].items():
+      layers[name] = adapted.Adapted(
+        weight=layers[name], a=change["a"], b=scale * change["b"]
+      )
+  params = {**found["params"], "layers": layers}
   exports.write(
     made, shape, params, dtype=form.dtype, shard_bytes=form.shard_bytes
   )
