@@ -39,8 +39,8 @@ def write(
     folder: that is there, and has no such files.
     cfg: the shape.
     params: as `transformer.spec(cfg)` declares them, or adapted
-      (`lora.attach`), on devices of this process or in the host's memory; what is
-      adapted is merged.
+      (`lora.attach`), on devices of this process or in the host's memory;
+      what is adapted is merged.
     dtype: of the files.
     shard_bytes: most bytes of tensors in a file; one that is larger has a file
       of its own.
