@@ -185,8 +185,8 @@ def run(
     if form.adapter:
       _write_adapter(made, cfg, shape, found["adapters"], dtype=form.dtype)
     else:
-      _write_model(made, cfg, shape, found, form=form)
       _write_config(made, shape, tokenizer, form.dtype)
+      _write_model(made, cfg, shape, found, form=form)
       _write_tokenizer(made, _source(cfg), tokenizer)
     sizes = [file.stat().st_size for file in made.iterdir()]
     _put(made, to)
