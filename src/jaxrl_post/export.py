@@ -61,6 +61,7 @@ _BOUND = ("data", "model", "optim", "warmup")
 # What a tokenizer may be made of, and what says how to sample.
 _COPIED = (
   "added_tokens.json",
+  "additional_chat_templates/tool_use.jinja",
   "chat_template.jinja",
   "chat_template.json",
   "generation_config.json",
@@ -188,7 +189,8 @@ def run(
       _write_config(made, shape, tokenizer, form.dtype)
       _write_model(made, cfg, shape, found, form=form)
       _write_tokenizer(made, _source(cfg), tokenizer)
-    sizes = [file.stat().st_size for file in made.iterdir()]
+    files = [path for path in made.rglob("*") if path.is_file()]
+    sizes = [file.stat().st_size for file in files]
     _put(made, to)
   except OSError as error:
     fault = error
@@ -261,8 +263,8 @@ def _temporary(to: pathlib.Path) -> pathlib.Path:
 
 def _put(made: pathlib.Path, to: pathlib.Path) -> None:
   """Gives a folder its name, once all of it is on the disk."""
-  for file in made.iterdir():
-    folder_lib.sync(file)
+  for path in made.rglob("*"):
+    folder_lib.sync(path)
   folder_lib.sync(made)
   made.chmod(0o755)  # mkdtemp makes it private.
   os.replace(made, to)
@@ -352,6 +354,7 @@ def _write_tokenizer(
   if source is not None and source.is_dir():
     for name in _COPIED:
       if os.path.lexists(source / name):
+        (made / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(safetensors_io.contained(source, name), made / name)
   else:
     backend = tokenizer.backend

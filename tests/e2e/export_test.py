@@ -137,10 +137,15 @@ def test_a_model_drawn_at_random_becomes_a_whole_folder(trained, tmp_path):
 
 def test_a_model_from_a_folder_takes_its_tokenizer_along(made, tmp_path):
   run = made("qwen3")
-  (tmp_path / "to").mkdir()  # An empty one is as good as none.
-  run.export(tmp_path / "to", shard_bytes=50_000)
   source = run.folder.parent / "model"
-  for name in ("tokenizer.json", "generation_config.json"):
+  tools = "additional_chat_templates/tool_use.jinja"
+  (source / tools).parent.mkdir(exist_ok=True)
+  (source / tools).write_text("{{ tools }}")
+  (tmp_path / "to").mkdir()  # An empty one is as good as none.
+  done = run.export(tmp_path / "to", shard_bytes=50_000)
+  written = [p for p in (tmp_path / "to").rglob("*") if p.is_file()]
+  assert done.files == len(written)
+  for name in ("tokenizer.json", "generation_config.json", tools):
     assert (tmp_path / "to" / name).read_bytes() == (source / name).read_bytes()
   ours, theirs = (tokenizers.load(str(x)) for x in (source, tmp_path / "to"))
   chat = ({"role": "user", "content": "3 + 4"},)
