@@ -51,7 +51,7 @@ def model(cfg: config.Run) -> decoder.Decoder:
   Raises:
     InputError: there is none, or settings do not fit it.
   """
-  given, shape = cfg.model, _shape(cfg.model)
+  given, shape = cfg.model, weights.shape_of(cfg.model)
   if isinstance(shape, network.Network):
     own.check(
       shape,
@@ -133,19 +133,6 @@ def prepare(cfg: config.Run) -> Parts:
   return parts
 
 
-def _shape(model: decoder.Model) -> decoder.Shape:
-  """Returns what a model is, read from its checkpoint if it has one.
-
-  A model of one's own is run on shapes.
-  """
-  if isinstance(model.config, network.Network):
-    network.check(model.config, model.dtype)
-  if model.config is not None:
-    return model.config
-  assert model.path is not None, "Model checks it"
-  return weights.read_config(model.path)
-
-
 def reference(
   cfg: config.Run, policy: decoder.Shape
 ) -> references.Source | None:
@@ -175,7 +162,7 @@ def reference(
       f"reference.path: expected a folder with config.json or a .gguf file, "
       f"got none at {path!r}. Correct the path."
     )
-  shape = _shape(model)
+  shape = weights.shape_of(model)
   size, most = policy.vocab_size, shape.max_positions
   rules = (
     (shape.vocab_size == size, f"the policy's {size} ids", shape.vocab_size),

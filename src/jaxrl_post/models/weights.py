@@ -17,9 +17,11 @@ import numpy as np
 
 from jaxrl_post import types
 from jaxrl_post.models import (
+  decoder,
   gguf_io,
   hf_format,
   llama,
+  network,
   qwen2,
   qwen3,
   qwen3_moe,
@@ -86,6 +88,21 @@ def _config(hf: Mapping[str, Any]) -> transformer.Config:
   if architectures is not None:
     hf_format.only(hf, "architectures", [family.ARCHITECTURE])
   return family.config(hf)
+
+
+def shape_of(model: decoder.Model) -> decoder.Shape:
+  """Returns what a model is, read from its checkpoint if it has one.
+
+  Raises:
+    InputError: as `read_config`; or a model of the user's own, which is run on
+      shapes, is none.
+  """
+  if isinstance(model.config, network.Network):
+    network.check(model.config, model.dtype)
+  if model.config is not None:
+    return model.config
+  assert model.path is not None, "Model checks it"
+  return read_config(model.path)
 
 
 def read_config(path: str) -> transformer.Config:
