@@ -32,13 +32,37 @@ def logits_of(path: str, tokens: np.ndarray) -> np.ndarray:
   return np.asarray(forward(params, jnp.asarray(tokens)))
 
 
-@pytest.mark.parametrize("family", sorted(tiny_folder.FAMILIES))
-def test_logits_are_those_of_transformers(tmp_path, stored, family):
-  tiny_folder.write(tmp_path, family, shards=2)
+MODELS = {
+  **{family: (family, {}) for family in tiny_folder.FAMILIES},
+  **tiny_folder.VARIANTS,
+}
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_logits_are_those_of_transformers(tmp_path, stored, kind):
+  family, options = MODELS[kind]
+  tiny_folder.write(tmp_path, family, shards=2, **options)
   got = logits_of(str(tmp_path), stored["tokens"])
   # Values that a wrong model would not meet by being near zero.
-  assert stored[family].std() > 0.5
-  np.testing.assert_allclose(got, stored[family], rtol=0, atol=ATOL)
+  assert stored[kind].std() > 0.5
+  np.testing.assert_allclose(got, stored[kind], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize(
+  ("kind", "options"),
+  [
+    ("gemma3", {"sliding_window": 6}),
+    ("gemma3", {"rope_local_base_freq": 10000.0}),
+    ("gemma3", {"rope_scaling": None}),
+    ("gemma3", {"query_pre_attn_scalar": 16}),
+    ("qwen2_window", {"max_window_layers": 2}),
+  ],
+)
+def test_every_field_of_a_window_counts(tmp_path, stored, kind, options):
+  family, own = MODELS[kind]
+  tiny_folder.write(tmp_path, family, **{**own, **options})
+  got = logits_of(str(tmp_path), stored["tokens"])
+  assert np.abs(got - stored[kind]).max() > 100 * ATOL
 
 
 def test_c107_without_its_scaling_llama_is_another_model(tmp_path, stored):

@@ -68,7 +68,8 @@ def extend(params, cfg, tokens, positions, cache):
   rows = np.arange(tokens.shape[0])[:, None]
   mask = (jnp.arange(SLOTS) <= positions[..., None])[:, None]
 
-  def attend(cache, q, k, v):
+  def attend(cache, q, k, v, local):
+    del local
     k = cache[0].at[rows, positions].set(k)
     v = cache[1].at[rows, positions].set(v)
     return among.attention(q, k, v, mask), (k, v)

@@ -34,17 +34,18 @@ COLUMNS = tuple(range(0, 49152, 701))
 
 
 def families() -> None:
-  """Stores logits of a tiny random model of each family."""
+  """Stores logits of tiny random models of each family."""
   tokens = np.random.RandomState(7).randint(0, tiny_folder.VOCAB, (2, 40))
   out = {"tokens": tokens.astype(np.int32)}
-  for family in tiny_folder.FAMILIES:
+  models = {family: (family, {}) for family in tiny_folder.FAMILIES}
+  for kind, (family, options) in (models | tiny_folder.VARIANTS).items():
     with tempfile.TemporaryDirectory() as name:
-      tiny_folder.write(pathlib.Path(name), family)
+      tiny_folder.write(pathlib.Path(name), family, **options)
       model = transformers.AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32
       )
       with torch.no_grad():
-        out[family] = model(torch.tensor(tokens)).logits.numpy()
+        out[kind] = model(torch.tensor(tokens)).logits.numpy()
   np.savez_compressed(VALUES / "families.npz", **out)
 
 

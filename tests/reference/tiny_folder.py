@@ -70,6 +70,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "rope_scaling": None,
     "rope_theta": 1000000.0,
   },
+  "gemma3": {
+    **{name: _SHAPE[name] for name in _SHAPE if name != "hidden_act"},
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 24,  # Not head_dim.
+    "rope_local_base_freq": 100.0,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "rope_theta": 10000.0,
+    "sliding_window": 7,
+    "sliding_window_pattern": 3,
+  },
+}
+# More models of these families: the family, and fields that are otherwise.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+  "qwen2_window": (
+    "qwen2",
+    {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+  ),
+  "qwen3_window": (
+    "qwen3",
+    {
+      "sliding_window": 9,
+      "use_sliding_window": True,
+      "layer_types": ["sliding_attention", "full_attention"] * 2,
+      "num_hidden_layers": 4,
+      "rope_scaling": {"factor": 4.0, "rope_type": "linear"},
+    },
+  ),
 }
 # Besides the families that have one feed-forward layer in each block.
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -124,7 +157,10 @@ def shapes(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
       out[at + "self_attn.q_proj.bias"] = (heads * head,)
       out[at + "self_attn.k_proj.bias"] = (kv_heads * head,)
       out[at + "self_attn.v_proj.bias"] = (kv_heads * head,)
-    if hf["model_type"] in ("qwen3", "qwen3_moe"):
+    if hf["model_type"] == "gemma3_text":
+      out[at + "pre_feedforward_layernorm.weight"] = (width,)
+      out[at + "post_feedforward_layernorm.weight"] = (width,)
+    if hf["model_type"] in {"qwen3", "qwen3_moe", "gemma3_text"}:
       out[at + "self_attn.q_norm.weight"] = (head,)
       out[at + "self_attn.k_norm.weight"] = (head,)
   return out
@@ -132,14 +168,14 @@ def shapes(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def arrays(hf: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
   """Draws every tensor: each from its own seed, none at a trivial value."""
-  out = {}
+  out, one = {}, 0.0 if hf["model_type"] == "gemma3_text" else 1.0
   for i, (name, shape) in enumerate(sorted(shapes(hf).items())):
     draw = np.random.RandomState(seed * 1000 + i).standard_normal(shape)
     if len(shape) == 2:
       fan_in = 1 if "embed" in name else shape[1]
       out[name] = draw / np.sqrt(fan_in)
     else:
-      out[name] = 0.3 * draw + (1.0 if "norm" in name else 0.0)
+      out[name] = 0.3 * draw + (one if "norm" in name else 0.0)
   return {name: x.astype(np.float32) for name, x in out.items()}
 
 
@@ -201,6 +237,9 @@ def write(
   write_weights(folder, arrays(hf, seed), shards)
   byte_tokenizer(bos=bos).save(str(folder / "tokenizer.json"))
   settings = {"eos_token": STOP, "pad_token": END}
+  if family == "gemma3":
+    # Else `transformers` makes it one of Gemma's, whose vocabulary it is not.
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
   if bos:
     settings["bos_token"] = END
   if template is not None:

@@ -41,13 +41,28 @@ def _case(num, length, heads, kv_heads, width, dtype="float32"):
   return _rows(num, length), (normal(heads), normal(kv_heads), normal(kv_heads))
 
 
-def _dense(ids, q, k, v):
+def _positions(ids):
+  """Counts in each sequence: what continues a segment goes on from its end."""
+  found = np.zeros(ids[0].shape, np.int32)
+  for row in range(len(found)):
+    segments, prefixes = (np.asarray(x[row]) for x in ids)
+    for number in np.unique(segments):
+      mine = segments == number
+      before = prefixes[mine][0]
+      begin = 0 if before == number else np.sum(segments == before)
+      found[row, mine] = begin + np.arange(np.sum(mine))
+  return jnp.asarray(found)
+
+
+def _dense(ids, q, k, v, at=None, reach=None):
   """Says the rule once more, of every pair."""
   segments, prefixes = ids
   order = jnp.arange(segments.shape[1])
   has = segments[:, None, :]
   same = (segments[:, :, None] == has) | (prefixes[:, :, None] == has)
   mask = same & (order[None, None, :] <= order[None, :, None])
+  if reach is not None:
+    mask &= at[:, :, None] - at[:, None, :] < reach
   groups = q.shape[2] // k.shape[2]
   k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
   score = jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
@@ -83,6 +98,38 @@ def _assert_same(among_rows, ids, qkv, dtype="float32"):
     np.testing.assert_allclose(mine, other, atol=1e-5, rtol=1e-5)
 
 
+def _assert_same_with_windows(among_rows, ids, qkv, window):
+  """Compares layers with and without a window, of one program."""
+  at = _positions(ids)
+
+  def read(local, *qkv):
+    rows = among.places(*ids, ids[0].shape, positions=at, window=window)
+    return among_rows(rows, qkv[0].shape[-1], "float32")(*qkv, local)
+
+  def right(local, *qkv):
+    return _dense(ids, *qkv, at=at, reach=jnp.where(local, window, 1 << 20))
+
+  def total(read, local, *qkv):
+    x = read(local, *qkv)
+    by = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+    return jnp.sum(x * by), x
+
+  mine, other = (
+    jax.jit(
+      jax.value_and_grad(functools.partial(total, f), (1, 2, 3), has_aux=True)
+    )
+    for f in (read, right)
+  )
+  found = {}
+  for local in (True, False):
+    ((_, found[local]), grads), ((_, x), slopes) = (
+      f(jnp.asarray(local), *qkv) for f in (mine, other)
+    )
+    for a, b in zip((found[local], *grads), (x, *slopes), strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+  assert np.abs(found[True] - found[False]).max() > 0.1
+
+
 def _on(devices, **options):
   options.setdefault("backend", "xla")
   axes = options.pop("axes", meshes.TrainingAxes(fsdp=1))
@@ -100,6 +147,12 @@ def test_ids_draw_what_the_tests_are_about():
 @pytest.mark.parametrize("length", [24, among.SHORT + 41])
 def test_long_rows_read_what_short_ones_do(length):
   _assert_same(among.portable, *_case(2, length, 4, 2, 8))
+
+
+@pytest.mark.parametrize("length", [48, among.SHORT + 41])
+def test_a_window_counts_positions_of_the_sequence(length):
+  # Some continue a prompt that lies far before them in the row.
+  _assert_same_with_windows(among.portable, *_case(2, length, 4, 2, 8), 5)
 
 
 def test_rows_without_ids_are_whole():
@@ -136,6 +189,11 @@ def test_scores_of_long_rows_never_exist_at_once():
 def test_the_tpu_kernel_reads_what_xla_does(length, heads, kv_heads):
   read = _on(jax.devices()[:1], backend="splash", interpret=True)
   _assert_same(read, *_case(2, length, heads, kv_heads, 64))
+
+
+def test_the_tpu_kernel_reads_windows_as_xla_does():
+  read = _on(jax.devices()[:1], backend="splash", interpret=True)
+  _assert_same_with_windows(read, *_case(1, 200, 2, 1, 64), 37)
 
 
 def test_the_tpu_kernel_rounds_as_xla_does_in_bfloat16():
@@ -211,3 +269,11 @@ def test_no_device_has_all_keys_of_a_row_that_is_too_long():
   # a gradient needs some copies of what it has of them.
   scores = 2 * (length // parts) ** 2 * 4
   assert made.memory_analysis().temp_size_in_bytes < scores
+
+
+@pytest.mark.parametrize("backend", ["xla", "ring"])
+def test_a_window_reaches_over_the_parts_of_a_row(backend):
+  axes = meshes.TrainingAxes(fsdp=2, context=2, tensor=2)
+  read = _on(jax.devices(), axes=axes, heads="tensor", backend=backend)
+  case = _case(2, among.SHORT + 128, 4, 2, 8)
+  _assert_same_with_windows(read, *case, 100)

@@ -20,7 +20,7 @@ import pytest
 from jaxrl_post import types
 from jaxrl_post.data import tokenizer as tokenizers
 from jaxrl_post.models import decoder as decoders
-from jaxrl_post.models import spec, transformer
+from jaxrl_post.models import spec, transformer, variants
 from jaxrl_post.placement import generator
 from jaxrl_post.placement import mesh as meshes
 from jaxrl_post.sampling import engine as engines
@@ -35,6 +35,8 @@ _CONFIG = transformer.Config(
   head_width=4,
   ff_width=32,
   vocab_size=len(_LETTERS) + 2,
+  # Prompts and completions reach beyond it.
+  window=variants.Window(4, (True,)),
 )
 _SIZES = engines.Sampling(max_tokens=10, rows=7, block=4)
 _MAX_PROMPT = 20

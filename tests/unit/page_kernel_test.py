@@ -104,6 +104,20 @@ def test_the_kernel_reads_what_the_portable_read_does(
   assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
+def test_the_kernel_reads_from_the_first_slot_on(capfd) -> None:
+  case = _case(_SHAPES[1], "float32")
+  limit = np.asarray(case[3])
+  first = np.random.default_rng(0).integers(-16, 16, limit.shape)
+  first = jnp.asarray(np.minimum(first, limit), jnp.int32)
+  assert np.any((first > 0) & (limit >= 0))
+  read = functools.partial(
+    page_kernel.read_pages, together=3, interpret=_CHECKED
+  )
+  found = jax.jit(read)(*case, first)
+  _assert_close(found, (*case, first), 2e-5)
+  assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
 def test_a_page_that_nobody_has_is_neither_read_nor_written() -> None:
   # Its owner is past the last row: fetching the query would raise.
   case = _case((3, 4, 2, 64, 8, 6, 3), "float32")
@@ -149,7 +163,10 @@ def _begun(size):
   return paging.release(table, ended), start + 9, ~ended
 
 
-def test_rows_read_the_same_of_their_pages_and_never_of_others() -> None:
+@pytest.mark.parametrize(("window", "live"), [(None, 4), (6, 4), (2, 2)])
+def test_rows_read_the_same_of_their_pages_and_never_of_others(
+  window, live
+) -> None:
   size = paging.sizes(rows=3, group=2, page=8, max_prompt=12, max_tokens=24)
   table, position, active = jax.jit(functools.partial(_begun, size))()
   draw = np.random.default_rng(0)
@@ -162,7 +179,10 @@ def test_rows_read_the_same_of_their_pages_and_never_of_others() -> None:
 
   groups = attention.groups(table, 8)
   seen = attention.view(table, groups, position, active, 8)
-  assert int((seen.limit >= 0).sum()) == 4 < size.pages
+  if window is not None:
+    # The tenth token is the second of its page.
+    seen = attention.within(seen, position, window, 8)
+  assert int((seen.limit >= 0).sum()) == live < size.pages
   cache = pool(size.pages), pool(size.pool_pages)
   asked = normal(1, 3, 4, 64), normal(1, 3, 2, 64), normal(1, 3, 2, 64)
   # What is not written is NaN here, and would spread.

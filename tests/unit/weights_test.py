@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.models import hf_format, spec, transformer, weights
+from jaxrl_post.models import hf_format, spec, transformer, variants, weights
 from tests.reference import tiny_folder
 
 FAMILIES = sorted(tiny_folder.FAMILIES)
@@ -66,6 +66,15 @@ def test_each_family_has_the_shape_of_its_config(tmp_path):
     ),
     "qwen3": transformer.Config(
       **shape, head_width=16, rope_theta=1e6, qk_norm=True
+    ),
+    "gemma3": transformer.Config(
+      **shape,
+      head_width=16,
+      rope_theta=1e4,
+      rope_scaling=transformer.RopeScaling(factor=8.0),
+      qk_norm=True,
+      window=variants.Window(7, (True, True, False), rope_theta=100.0),
+      gemma=variants.Gemma(query_scalar=24),
     ),
   }
   for family in FAMILIES:
@@ -128,7 +137,7 @@ def test_c107_llama3_scaling_gives_the_known_frequencies(
     ("llama", {"hidden_act": "gelu"}, "hidden_act"),
     ("llama", {"attention_bias": True}, "attention_bias"),
     ("llama", {"mlp_bias": True}, "mlp_bias"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
     (
       "llama",
       {"rope_scaling": {"rope_type": "yarn"}},
@@ -143,15 +152,15 @@ def test_c107_llama3_scaling_gives_the_known_frequencies(
     ("llama", {"architectures": ["LlamaForTokenClassification"]}, "architect"),
     ("llama", {"vocab_size": None}, "vocab_size"),
     ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ("llama", {"use_sliding_window": True}, "use_sliding_window"),
+    ("llama", {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
+    ("qwen2", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+    ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
     (
-      "qwen2",
-      {"use_sliding_window": True, "max_window_layers": 1},
-      "use_sliding_window",
-    ),
-    (
-      "qwen2",
-      {"layer_types": ["full_attention", "sliding_attention"]},
-      "layer",
+      "qwen3",
+      {"use_sliding_window": True, "max_window_layers": None},
+      "max_window_layers",
     ),
     (
       "qwen2",
@@ -221,7 +230,8 @@ def test_weights_have_the_declared_shapes_and_the_stored_values(
     np.testing.assert_array_equal(layer["o"][1], o[:, h : 2 * h].T)
     down = stored[at + "mlp.down_proj.weight"]
     np.testing.assert_array_equal(layer["down"], down.T)
-    norm = stored[at + "post_attention_layernorm.weight"]
+    before = "pre_feedforward" if family == "gemma3" else "post_attention"
+    norm = stored[f"{at}{before}_layernorm.weight"]
     np.testing.assert_array_equal(layer["mlp_norm"], norm)
     if cfg.qkv_bias:
       bias = stored[at + "self_attn.k_proj.bias"]

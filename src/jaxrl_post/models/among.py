@@ -1,8 +1,9 @@
 """Attention among the tokens of packed rows: one meaning, several back-ends.
 
 A token reads the earlier tokens of its own segment, and of the one that its own
-continues. `on` chooses what computes it, for the devices of a mesh: XLA, cuDNN
-or Pallas; a shape that a kernel does not take is XLA's (`docs/numerics.md`).
+continues; in a layer with a window, the nearest of them. `on` chooses what
+computes it, for the devices of a mesh: XLA, cuDNN or Pallas; a shape that a
+kernel does not take is XLA's (`docs/numerics.md`).
 Each device has T of the queries and all S keys of its rows: all that is sent is
 the keys and values of rows whose positions a mesh splits. Of rows that are too
 long for that, they go round instead (`ring`).
@@ -37,8 +38,9 @@ _AMPERE = (8, 0)
 _TILES = (512, 256, _LANES)
 
 Backend: TypeAlias = Literal["xla", "cudnn", "splash", "ring"]
-# Takes q [B, T, N, H], k and v [B, S, K, H]; returns what each query read.
-Read: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# Takes q [B, T, N, H], k and v [B, S, K, H], and whether the layer has a window
+# (None in a model without); returns what each query read.
+Read: TypeAlias = Callable[..., jax.Array]
 
 
 class Places(NamedTuple):
@@ -47,6 +49,10 @@ class Places(NamedTuple):
   order: jax.Array  # in the row
   segment: jax.Array
   prefix: jax.Array  # the segment that it continues, or its own
+  # In its sequence, and of the first token that it reads where a layer has a
+  # window; None in a model without.
+  position: jax.Array | None = None
+  first: jax.Array | None = None
 
 
 class _Kernel(NamedTuple):
@@ -69,6 +75,9 @@ def places(
   segment_ids: Int[Array, "B T"] | None,
   prefix_ids: Int[Array, "B T"] | None,
   shape: tuple[int, ...],
+  *,
+  positions: Int[Array, "B T"] | None = None,
+  window: int | None = None,
 ) -> Places:
   """Returns where the tokens of whole rows are.
 
@@ -77,20 +86,41 @@ def places(
       where a row is one.
     prefix_ids: and those of this segment; None where all are whole.
     shape: B and T.
+    positions: in each sequence; needed with a window.
+    window: positions that a token reads in some layers, its own among them;
+      None where no layer has one.
   """
   if segment_ids is None:
     segment_ids = jnp.zeros(shape, jnp.int32)
   order = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
   prefix = segment_ids if prefix_ids is None else prefix_ids
-  return Places(order, segment_ids, prefix)
+  if window is None:
+    return Places(order, segment_ids, prefix)
+  assert positions is not None, "a window counts them"
+  first = positions - window + 1
+  return Places(order, segment_ids, prefix, positions, first)
+
+
+def either(local: Any, near: Any, whole: Any) -> Any:
+  """Returns what a layer with a window takes, or a layer without.
+
+  Args:
+    local: which of them the layer is; an array where layers are scanned.
+    near: arrays of layers with a window.
+    whole: of layers without.
+  """
+  if isinstance(local, bool):
+    return near if local else whole
+  return jax.tree.map(lambda x, y: jnp.where(local, x, y), near, whole)
 
 
 def seen(queries: Places, keys: Places) -> Bool[Array, "B 1 T S"]:
   """Returns which keys each query reads."""
-  asks = Places(*(x[:, None, :, None] for x in queries))
-  has = Places(*(x[:, None, None, :] for x in keys))
+  asks = jax.tree.map(lambda x: x[:, None, :, None], queries)
+  has = jax.tree.map(lambda x: x[:, None, None, :], keys)
   same = (asks.segment == has.segment) | (asks.prefix == has.segment)
-  return same & (has.order <= asks.order)
+  read = same & (has.order <= asks.order)
+  return read if asks.first is None else read & (has.position >= asks.first)
 
 
 def attention(
@@ -122,8 +152,18 @@ def portable(rows: Places, width: int, dtype: str) -> Read:
   """Reads by XLA, on one device or where the compiler wants; an `Among`."""
   del width, dtype
   if rows.order.shape[1] <= SHORT:
-    return functools.partial(attention, mask=seen(rows, rows))
-  return functools.partial(_blocks, _own(rows, rows))
+    return _by_layer(_Kernel(seen, _dense), rows)
+  return _by_layer(_Kernel(_own, _blocks), rows)
+
+
+def _by_layer(kernel: _Kernel, rows: Places) -> Read:
+  """Returns what each layer calls: all is begun once, and for windows twice."""
+  if rows.first is None:
+    made = kernel.begin(rows, rows)
+    return lambda q, k, v, local=None: kernel.read(made, q, k, v)
+  free = rows._replace(first=jnp.zeros_like(rows.first))
+  near, whole = kernel.begin(rows, rows), kernel.begin(free, free)
+  return lambda q, k, v, local: kernel.read(either(local, near, whole), q, k, v)
 
 
 def backend(device: Any) -> Backend:
@@ -170,7 +210,7 @@ def on(
       around = functools.partial(ring.attend, ring.Ring(by_place, parts, seen))
       specs = (mine, queries, queries, queries)
       read = shard(around, in_specs=specs, out_specs=queries)
-      return functools.partial(read, rows)
+      return _by_layer(_Kernel(lambda mine, _: mine, read), rows)
     kernel = _Kernel(_own, _blocks)
     if backend == "splash" and _fits_splash(length, width):
       kernel = _Kernel(_tiles, functools.partial(_splash, interpret))
@@ -182,12 +222,18 @@ def on(
     read = shard(
       kernel.read, in_specs=(made, queries, keys, keys), out_specs=queries
     )
-    return functools.partial(read, begin(rows, rows))
+    return _by_layer(_Kernel(begin, read), rows)
 
   return among
 
 
 # ------------------------------------------------------------------------ XLA
+
+
+def _dense(
+  mask: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+) -> jax.Array:
+  return attention(q, k, v, mask)
 
 
 def _own(queries: Places, keys: Places) -> tuple[Places, Places]:
@@ -249,11 +295,7 @@ def _tiles(queries: Places, keys: Places) -> tuple[masks.MaskInfo, ...]:
   No equality of segments says what a continuation reads, so the kernel gets the
   mask itself. Blocks in which nothing is read are not computed.
   """
-  queries, keys = (
-    Places(_longer(x.order, _LANES), *(_longer(y, _LANES, -1) for y in x[1:]))
-    for x in (queries, keys)
-  )
-  mask = seen(queries, keys)
+  mask = seen(*jax.tree.map(lambda x: _longer(x, _LANES, -1), (queries, keys)))
   tile = _tile(*mask.shape[2:])
   ways = masks.process_dynamic_mask, masks.process_dynamic_mask_dkv
   return tuple(

@@ -67,6 +67,10 @@ def _config(metadata: dict[str, Any], names: set[str]) -> dict[str, Any]:
     metadata.get(name)
     for name in ("general.architecture", "tokenizer.ggml.tokens")
   )
+  if kind == "gemma3":
+    # It says 1 + w for w, and which layers have a window not at all.
+    rule = "no Gemma in a GGUF file"
+    raise hf_format.refusal("general.architecture", rule, kind)
   own = f"{kind}."
   get = {
     name.removeprefix(own): value

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.models import experts, transformer
+from jaxrl_post.models import experts, transformer, variants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,15 @@ _LAYER = {
   "expert_up": ("mlp.experts.{}.up_proj.weight", 1),
   "expert_down": ("mlp.experts.{}.down_proj.weight", 1),
 }
+# What others call the norm before the feed-forward layer is behind attention in
+# a Gemma.
+_GEMMA = {
+  "attn_post_norm": ("post_attention_layernorm.weight", 0),
+  "mlp_norm": ("pre_feedforward_layernorm.weight", 0),
+  "mlp_post_norm": ("post_feedforward_layernorm.weight", 0),
+}
+# What a layer without a window is called, and one with it.
+LAYER_KINDS = "full_attention", "sliding_attention"
 
 
 def _stored(shape: tuple[int, ...], summed: int | None) -> tuple[int, ...]:
@@ -106,8 +115,9 @@ def tensors(cfg: transformer.Config) -> dict[str, Tensor]:
   """Lists every tensor that a checkpoint of this shape has, by its name."""
   table = {}
   spec = transformer.spec(cfg)
+  names = _LAYER if cfg.gemma is None else _LAYER | _GEMMA
   for leaf, weight in spec["layers"].items():
-    suffix, summed = _LAYER[leaf]
+    suffix, summed = names[leaf]
     many = "{}" in suffix
     stored = _stored(weight.shape[1 + many :], summed)
     for i in range(cfg.num_layers):
@@ -149,12 +159,13 @@ def refusal(name: str, rule: str, value: object) -> types.InputError:
 _MOST, _MOST_LAYERS = 2**31 - 1, 10_000
 
 
-def _number(
+def number(
   hf: Mapping[str, Any],
   name: str,
   default: float | None = None,
   place: str = "",
 ) -> float:
+  """Reads a positive number; `place` is what its name stands behind."""
   value: Any = hf.get(name)
   if value is None:
     value = default
@@ -163,13 +174,14 @@ def _number(
   return value
 
 
-def _integer(
+def integer(
   hf: Mapping[str, Any],
   name: str,
   default: int | None = None,
   place: str = "",
 ) -> int:
-  value = _number(hf, name, default, place)
+  """Reads a positive whole number, as `number`."""
+  value = number(hf, name, default, place)
   if value != int(value) or value > _MOST:
     raise refusal(place + name, f"a whole number up to {_MOST}", value)
   return int(value)
@@ -185,7 +197,7 @@ def rope(
       all of it in `rope_parameters`. `rope_scaling` wins where it is set.
 
   Returns:
-    The base of the wavelengths, and Llama 3's scaling where configured.
+    The base of the wavelengths, and the scaling where configured.
 
   Raises:
     InputError: naming any other scaling, and rotary positions on a part of a
@@ -197,36 +209,79 @@ def rope(
   if any(isinstance(value, Mapping) for value in fields.values()):
     raise refusal(place, "one setting for all layers", fields)
   only({**hf, **fields}, "partial_rotary_factor", 1.0, None)
-  theta = _number({**hf, **fields}, "rope_theta", 10000.0)
+  theta = number({**hf, **fields}, "rope_theta", 10000.0)
   kind = fields.get("rope_type", fields.get("type", "default"))
   if kind == "default":
     return theta, None
-  if kind != "llama3":
-    raise refusal(f"{place}.rope_type", "'default' or 'llama3'", kind)
+  if kind not in ("linear", "llama3"):
+    known = "'default', 'linear' or 'llama3'"
+    raise refusal(f"{place}.rope_type", known, kind)
   place += "."
+  factor = number(fields, "factor", place=place)
+  if kind == "linear":
+    return theta, transformer.RopeScaling(factor)
+  low = number(fields, "low_freq_factor", place=place)
+  high = number(fields, "high_freq_factor", place=place)
+  original = "original_max_position_embeddings"
   scaling = transformer.RopeScaling(
-    factor=_number(fields, "factor", place=place),
-    low_factor=_number(fields, "low_freq_factor", place=place),
-    high_factor=_number(fields, "high_freq_factor", place=place),
-    original_positions=_integer(
-      fields, "original_max_position_embeddings", place=place
-    ),
+    factor=factor,
+    low_factor=low,
+    high_factor=high,
+    original_positions=integer(fields, original, place=place),
   )
-  if scaling.high_factor <= scaling.low_factor:
-    rule = f"more than low_freq_factor {scaling.low_factor}"
-    raise refusal(f"{place}high_freq_factor", rule, scaling.high_factor)
+  if high <= low:
+    rule = f"more than low_freq_factor {low}"
+    raise refusal(f"{place}high_freq_factor", rule, high)
   return theta, scaling
 
 
-def _refuse_sliding_window(hf: Mapping[str, Any], num_layers: int) -> None:
-  kinds = hf.get("layer_types")
-  if kinds is not None:
-    for kind in kinds:
-      only({"layer_types": kind}, "layer_types", "full_attention")
-  elif hf.get("sliding_window") and (hf.get("max_window_layers") or 0) < (
-    num_layers
-  ):
-    only(hf, "use_sliding_window", False, None)
+def window(
+  hf: Mapping[str, Any],
+  kinds: Any,
+  num_layers: int,
+  rope_theta: float | None = None,
+) -> variants.Window | None:
+  """Reads which layers have a window.
+
+  Args:
+    hf: fields of config.json, of which `sliding_window` is the size.
+    kinds: a list of the kind of each layer, one of `LAYER_KINDS`.
+    num_layers: how many there should be.
+    rope_theta: base of rotary phases in layers with a window, see
+      `variants.Window`.
+
+  Returns:
+    None where no layer has one.
+
+  Raises:
+    InputError: another kind, or number of them, or no size.
+  """
+  if not isinstance(kinds, list) or len(kinds) != num_layers:
+    raise refusal("layer_types", f"a list of {num_layers}", kinds)
+  for kind in kinds:
+    only({"layer_types": kind}, "layer_types", *LAYER_KINDS)
+  layers = tuple(kind == LAYER_KINDS[1] for kind in kinds)
+  if not any(layers):
+    return None
+  return variants.Window(integer(hf, "sliding_window"), layers, rope_theta)
+
+
+def _window(
+  hf: Mapping[str, Any], num_layers: int, windows: bool
+) -> variants.Window | None:
+  """Reads windows in the fields of Qwen, and refuses them in other families."""
+  size, kinds = None, hf.get("layer_types")
+  if hf.get("use_sliding_window"):
+    size = hf.get("sliding_window", 4096)
+  if not windows and size is not None:
+    only(hf, "use_sliding_window", False)
+  if kinds is None:
+    first = hf.get("max_window_layers", 28)
+    if type(first) is not int:
+      raise refusal("max_window_layers", "a whole number", first)
+    near = [size is not None and i >= first for i in range(num_layers)]
+    kinds = [LAYER_KINDS[local] for local in near]
+  return window({"sliding_window": size}, kinds, num_layers)
 
 
 # What a field is, where there is one.
@@ -245,6 +300,7 @@ def decoder(
   head_width: int | None = None,
   qkv_bias: bool = False,
   qk_norm: bool = False,
+  windows: bool = False,
 ) -> transformer.Config:
   """Reads the fields that all families have.
 
@@ -254,6 +310,8 @@ def decoder(
     head_width: where the config has no `head_dim`; None is width / heads.
     qkv_bias: the family has biases on queries, keys and values.
     qk_norm: the family has norms on queries and keys.
+    windows: the family has layers with a window, in the fields of Qwen2; in
+      others they are refused.
 
   Returns:
     The shape of the decoder.
@@ -266,13 +324,12 @@ def decoder(
       raise refusal(name, rule, hf[name])
   only(hf, "hidden_act", "silu", None)
   only(hf, "quantization_config", None)
-  num_layers = _integer(hf, "num_hidden_layers")
+  num_layers = integer(hf, "num_hidden_layers")
   if num_layers > _MOST_LAYERS:
     rule = f"at most {_MOST_LAYERS}"
     raise refusal("num_hidden_layers", rule, num_layers)
-  _refuse_sliding_window(hf, num_layers)
-  width = _integer(hf, "hidden_size")
-  num_heads = _integer(hf, "num_attention_heads")
+  width = integer(hf, "hidden_size")
+  num_heads = integer(hf, "num_attention_heads")
   if head_width is None:
     head_width = width // num_heads
   theta, scaling = rope(hf)
@@ -280,17 +337,18 @@ def decoder(
     num_layers=num_layers,
     width=width,
     num_heads=num_heads,
-    num_kv_heads=_integer(hf, "num_key_value_heads", num_heads),
-    head_width=_integer(hf, "head_dim", head_width),
-    ff_width=_integer(hf, "intermediate_size"),
-    vocab_size=_integer(hf, "vocab_size"),
+    num_kv_heads=integer(hf, "num_key_value_heads", num_heads),
+    head_width=integer(hf, "head_dim", head_width),
+    ff_width=integer(hf, "intermediate_size"),
+    vocab_size=integer(hf, "vocab_size"),
     rope_theta=theta,
     rope_scaling=scaling,
-    norm_eps=_number(hf, "rms_norm_eps", 1e-6),
+    norm_eps=number(hf, "rms_norm_eps", 1e-6),
     tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
     qkv_bias=qkv_bias,
     qk_norm=qk_norm,
-    max_positions=_integer(hf, "max_position_embeddings"),
+    max_positions=integer(hf, "max_position_embeddings"),
+    window=_window(hf, num_layers, windows),
   )
 
 
@@ -312,11 +370,11 @@ def with_experts(
   # `transformers` 5 writes the second name.
   old, new = "num_experts", "num_local_experts"
   mixture = experts.Experts(
-    num=_integer(hf, old if hf.get(new) is None else new),
-    per_token=_integer(hf, "num_experts_per_tok"),
+    num=integer(hf, old if hf.get(new) is None else new),
+    per_token=integer(hf, "num_experts_per_tok"),
     normalize=bool(hf.get("norm_topk_prob", False)),
   )
-  width = _integer(hf, "moe_intermediate_size")
+  width = integer(hf, "moe_intermediate_size")
   return dataclasses.replace(cfg, ff_width=width, experts=mixture)
 
 
@@ -334,16 +392,7 @@ def fields(
     Fields of config.json. Rotary positions are in the older spelling, which
     newer releases of `transformers` read as well.
   """
-  scaling, rope = cfg.rope_scaling, None
-  if scaling is not None:
-    rope = {
-      "rope_type": "llama3",
-      "factor": scaling.factor,
-      "low_freq_factor": scaling.low_factor,
-      "high_freq_factor": scaling.high_factor,
-      "original_max_position_embeddings": scaling.original_positions,
-    }
-  return {
+  out = {
     "architectures": [architecture],
     "model_type": model_type,
     "head_dim": cfg.head_width,
@@ -355,8 +404,29 @@ def fields(
     "num_hidden_layers": cfg.num_layers,
     "num_key_value_heads": cfg.num_kv_heads,
     "rms_norm_eps": cfg.norm_eps,
-    "rope_scaling": rope,
+    "rope_scaling": _scaling_fields(cfg.rope_scaling),
     "rope_theta": cfg.rope_theta,
     "tie_word_embeddings": cfg.tie_embeddings,
     "vocab_size": cfg.vocab_size,
+  }
+  if cfg.window is not None:
+    out["layer_types"] = [LAYER_KINDS[local] for local in cfg.window.layers]
+    out["sliding_window"] = cfg.window.size
+    out["use_sliding_window"] = True
+  return out
+
+
+def _scaling_fields(
+  scaling: transformer.RopeScaling | None,
+) -> dict[str, Any] | None:
+  if scaling is None:
+    return None
+  if scaling.original_positions is None:
+    return {"rope_type": "linear", "factor": scaling.factor}
+  return {
+    "rope_type": "llama3",
+    "factor": scaling.factor,
+    "low_freq_factor": scaling.low_factor,
+    "high_freq_factor": scaling.high_factor,
+    "original_max_position_embeddings": scaling.original_positions,
   }

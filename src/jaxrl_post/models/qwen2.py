@@ -14,7 +14,7 @@ def config(hf: Mapping[str, Any]) -> transformer.Config:
   Raises:
     InputError: naming a field that is missing, wrong or not supported.
   """
-  return hf_format.decoder(hf, qkv_bias=True)
+  return hf_format.decoder(hf, qkv_bias=True, windows=True)
 
 
 def hf_config(cfg: transformer.Config) -> dict[str, Any]:

@@ -15,7 +15,7 @@ def config(hf: Mapping[str, Any]) -> transformer.Config:
     InputError: naming a field that is missing, wrong or not supported.
   """
   hf_format.only(hf, "attention_bias", False, None)
-  return hf_format.decoder(hf, head_width=128, qk_norm=True)
+  return hf_format.decoder(hf, head_width=128, qk_norm=True, windows=True)
 
 
 def hf_config(cfg: transformer.Config) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 Pre-norm blocks with rotary positions, grouped-query attention and a gated
 feed-forward layer: Llama (Touvron et al. 2023, arXiv 2302.13971), SmolLM2,
-Qwen2.5 (with biases) and Qwen3 (with query and key norms, and as a mixture of
-experts). Layers are stacked and scanned. Norms, rotary phases, the router,
-softmax and log-softmax are float32 in any compute dtype. In this file a suffix
-names the dims: `q_BTNH`.
+Qwen2.5 (with biases), Qwen3 (with query and key norms, and as a mixture of
+experts) and Gemma 3 (with more norms, and windows). Layers are stacked and
+scanned; which of them have a window is scanned with them. Norms, rotary phases,
+the router, softmax and log-softmax are float32 in any compute dtype. In this
+file a suffix names the dims: `q_BTNH`.
 """
 
 import dataclasses
@@ -18,17 +19,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
-from jaxrl_post.models import adapted, among, quantize
+from jaxrl_post.models import adapted, among, quantize, variants
 from jaxrl_post.models import experts as mixtures
 from jaxrl_post.models import spec as specs
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-  """Llama 3's stretch of slow rotary phases (Llama 3.1 model card).
+  """A stretch of rotary phases: linear, or Llama 3's (Llama 3.1 model card).
 
   Attributes:
-    factor: how much the slowest phases are slowed.
+    factor: how much the slowest phases are slowed; all of them, where the rest
+      is None.
     low_factor: wavelengths above `original_positions / low_factor` are slowed
       in full.
     high_factor: wavelengths below `original_positions / high_factor` stay.
@@ -36,9 +38,17 @@ class RopeScaling:
   """
 
   factor: float
-  low_factor: float
-  high_factor: float
-  original_positions: int
+  low_factor: float | None = None
+  high_factor: float | None = None
+  original_positions: int | None = None
+
+  def __post_init__(self) -> None:
+    rest = self.low_factor, self.high_factor, self.original_positions
+    if None in rest and rest != (None,) * 3:
+      raise types.InputError(
+        "model.config.rope_scaling: expected low_factor, high_factor and "
+        f"original_positions, all or none, got {rest}. Correct it."
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +72,8 @@ class Config:
   qkv_bias: bool = False
   qk_norm: bool = False
   max_positions: int = 8192
+  window: variants.Window | None = None
+  gemma: variants.Gemma | None = None
   experts: mixtures.Experts | None = None
 
   def __post_init__(self) -> None:
@@ -81,6 +93,16 @@ class Config:
         "model.config.head_width: expected an even number, got "
         f"{self.head_width}. Rotary positions turn pairs."
       )
+    if self.window is not None and len(self.window.layers) != self.num_layers:
+      raise types.InputError(
+        f"model.config.window.layers: expected one entry for each of "
+        f"{self.num_layers} layers, got {len(self.window.layers)}. Correct it."
+      )
+    if self.gemma is not None and not self.qk_norm:
+      raise types.InputError(
+        "model.config.qk_norm: expected True with model.config.gemma, got "
+        "False. Its queries are scaled by their norm."
+      )
 
 
 # What the backward pass of a layer does not make again: anything, products with
@@ -88,10 +110,11 @@ class Config:
 Remat: TypeAlias = Literal["none", "dots", "layer"]
 
 # What attends where there is a cache: takes a layer's cache, q [B, T, N, H],
-# and k and v [B, T, K, H] of the new tokens; returns what each query read,
-# [B, T, N, H], and the cache with the new tokens in it.
+# and k and v [B, T, K, H] of the new tokens, and whether the layer has a window
+# (a bool, or an array where layers are scanned; None in a model without);
+# returns what each query read, [B, T, N, H], and the cache with the new tokens.
 Attend: TypeAlias = Callable[
-  [Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]
+  [Any, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]
 ]
 
 
@@ -111,12 +134,13 @@ def spec(cfg: Config) -> types.Tree:
   n, k, h = cfg.num_heads, cfg.num_kv_heads, cfg.head_width
   d, f, v = cfg.width, cfg.ff_width, cfg.vocab_size
   depth = cfg.num_layers
+  one = 0.0 if cfg.gemma else 1.0  # What a norm's weight starts at.
 
   def layer(
     shape: tuple[int, ...],
     axes: tuple[str, ...],
     fan_in: int | None = None,
-    start: float = 1.0,
+    start: float = one,
   ) -> specs.Weight:
     return specs.Weight((depth, *shape), ("layers", *axes), fan_in, start)
 
@@ -145,21 +169,28 @@ def spec(cfg: Config) -> types.Tree:
   if cfg.qk_norm:
     layers["q_norm"] = layer((h,), ("head",))
     layers["k_norm"] = layer((h,), ("head",))
+  if cfg.gemma:
+    layers["attn_post_norm"] = layer((d,), ("norm",))
+    layers["mlp_post_norm"] = layer((d,), ("norm",))
   tree = {
     "embed": specs.Weight((v, d), ("vocab", "embed"), d),
     "layers": layers,
-    "final_norm": specs.Weight((d,), ("norm",)),
+    "final_norm": specs.Weight((d,), ("norm",), start=one),
   }
   if not cfg.tie_embeddings:
     tree["head"] = specs.Weight((d, v), ("embed", "vocab"), d)
   return tree
 
 
-def layer_flops(cfg: Config, keys: int) -> float:
+def layer_flops(cfg: Config, keys: float) -> float:
   """Returns the operations of a token in a layer, with so many keys to read.
 
   Those of matrix products, in the forward pass; a product and its sum are two.
+  Of layers with and without a window it is the mean.
   """
+  if cfg.window is not None:
+    local = sum(cfg.window.layers) / cfg.num_layers
+    keys = local * min(keys, cfg.window.size) + (1 - local) * keys
   heads = cfg.head_width * cfg.num_heads
   kv = cfg.head_width * cfg.num_kv_heads
   ff = 3 * cfg.ff_width
@@ -169,30 +200,44 @@ def layer_flops(cfg: Config, keys: int) -> float:
   return 2.0 * weights + 4.0 * keys * heads
 
 
-def inverse_frequencies(cfg: Config) -> Float[Array, " pairs"]:
+def inverse_frequencies(
+  cfg: Config, *, local: bool = False
+) -> Float[Array, " pairs"]:
   """Returns the rotary angle per position of each pair of a head, in radians.
 
-  Su et al. 2021 (arXiv 2104.09864), with Llama 3's scaling where configured:
-  short wavelengths unchanged, long ones divided by the factor, a linear blend
-  between.
+  Su et al. 2021 (arXiv 2104.09864), scaled where configured: linear scaling
+  divides all by the factor; Llama 3's leaves short wavelengths unchanged and
+  divides long ones, with a linear blend between.
+
+  Args:
+    cfg: shape of the decoder.
+    local: in layers with a window.
   """
+  theta, scaling = cfg.rope_theta, cfg.rope_scaling
+  if local and cfg.window is not None and cfg.window.rope_theta is not None:
+    theta, scaling = cfg.window.rope_theta, None
   half = jnp.arange(0, cfg.head_width, 2, dtype=jnp.float32) / cfg.head_width
-  inv = 1.0 / (cfg.rope_theta**half)
-  scaling = cfg.rope_scaling
+  inv = 1.0 / (theta**half)
   if scaling is None:
     return inv
+  low, high = scaling.low_factor, scaling.high_factor
+  if low is None or high is None or scaling.original_positions is None:
+    return inv / scaling.factor
   turns = scaling.original_positions * inv / (2 * math.pi)
-  keep = (turns - scaling.low_factor) / (
-    scaling.high_factor - scaling.low_factor
-  )
-  keep = jnp.clip(keep, 0.0, 1.0)
+  keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
   return inv * keep + inv / scaling.factor * (1 - keep)
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  x32 = x.astype(jnp.float32)
-  x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
-  return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+def _rms_norm(
+  cfg: Config, x: jax.Array, w: jax.Array, factor: float = 1.0
+) -> jax.Array:
+  """Norms the last dim, and multiplies by the weight, and by a factor."""
+  x32, scale = x.astype(jnp.float32), w.astype(jnp.float32)
+  if cfg.gemma is not None:
+    scale = (1.0 + scale) * factor
+  mean = jnp.mean(x32 * x32, -1, keepdims=True)
+  x32 = x32 * jax.lax.rsqrt(mean + cfg.norm_eps)
+  return (x32 * scale).astype(x.dtype)
 
 
 def _rotate(x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
@@ -205,11 +250,26 @@ def _rotate(x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
 class _Context(NamedTuple):
   """What all layers of one pass share."""
 
-  sin: jax.Array
-  cos: jax.Array
+  turn: tuple[jax.Array, jax.Array]  # sines and cosines
+  near: tuple[jax.Array, jax.Array]  # those of layers with a window
   attend: Attend
   mix: mixtures.Mix
   counted: jax.Array | None
+
+
+def _turn(positions: jax.Array, inv: jax.Array) -> tuple[jax.Array, jax.Array]:
+  phase = positions[..., None].astype(jnp.float32) * inv
+  return jnp.sin(phase)[:, :, None, :], jnp.cos(phase)[:, :, None, :]
+
+
+def _embed(
+  params: types.Tree, cfg: Config, tokens: jax.Array, dtype: str
+) -> jax.Array:
+  x = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan)
+  x = x.astype(dtype)
+  if cfg.gemma is None:
+    return x
+  return x * jnp.asarray(math.sqrt(cfg.width), dtype)
 
 
 def _project(
@@ -244,22 +304,36 @@ def _block(
   x: jax.Array,
   w: dict[str, jax.Array],
   ctx: _Context,
-  kept: tuple[Any, jax.Array | None],
+  kept: tuple[Any, Any, jax.Array | None],
 ) -> tuple[jax.Array, tuple[Any, mixtures.Routed | None]]:
-  cache, chosen = kept
-  h = _rms_norm(x, w["attn_norm"], cfg.norm_eps)
+  """Runs a layer: on its cache, with a window or not, and chosen experts."""
+  cache, local, chosen = kept
+  h = _rms_norm(cfg, x, w["attn_norm"])
   q, k, v = (_project(h, w[name], 1) for name in ("q", "k", "v"))
   if cfg.qkv_bias:
     q, k, v = q + w["q_bias"], k + w["k_bias"], v + w["v_bias"]
   if cfg.qk_norm:
-    q = _rms_norm(q, w["q_norm"], cfg.norm_eps)
-    k = _rms_norm(k, w["k_norm"], cfg.norm_eps)
-  q, k = _rotate(q, ctx.sin, ctx.cos), _rotate(k, ctx.sin, ctx.cos)
-  read, cache = ctx.attend(cache, q, k, v)
-  x = x + _project(read, w["o"], 2)
-  h = _rms_norm(x, w["mlp_norm"], cfg.norm_eps)
-  made, told = _feed_forward(cfg, h, w, ctx, chosen)
-  return x + made, (cache, told)
+    q = _rms_norm(cfg, q, w["q_norm"], _query_factor(cfg))
+    k = _rms_norm(cfg, k, w["k_norm"])
+  turn = ctx.turn if local is None else among.either(local, ctx.near, ctx.turn)
+  q, k = _rotate(q, *turn), _rotate(k, *turn)
+  read, cache = ctx.attend(cache, q, k, v, local)
+  out = _project(read, w["o"], 2)
+  if cfg.gemma is not None:
+    out = _rms_norm(cfg, out, w["attn_post_norm"])
+  x = x + out
+  h = _rms_norm(cfg, x, w["mlp_norm"])
+  out, told = _feed_forward(cfg, h, w, ctx, chosen)
+  if cfg.gemma is not None:
+    out = _rms_norm(cfg, out, w["mlp_post_norm"])
+  return x + out, (cache, told)
+
+
+def _query_factor(cfg: Config) -> float:
+  """Returns what queries are multiplied by: attention divides by sqrt(H)."""
+  if cfg.gemma is None:
+    return 1.0
+  return math.sqrt(cfg.head_width / cfg.gemma.query_scalar)
 
 
 def _feed_forward(
@@ -271,7 +345,8 @@ def _feed_forward(
 ) -> tuple[jax.Array, mixtures.Routed | None]:
   """Returns what a layer makes of each token by itself, and who made it."""
   if cfg.experts is None:
-    gated = jax.nn.silu(_project(h, w["gate"], 1)) * _project(h, w["up"], 1)
+    act = jax.nn.silu if cfg.gemma is None else jax.nn.gelu  # tanh by default
+    gated = act(_project(h, w["gate"], 1)) * _project(h, w["up"], 1)
     return _project(gated, w["down"], 1), None
   names = ("router", "expert_gate", "expert_up", "expert_down")
   weights = mixtures.Weights(*(w[name] for name in names))
@@ -336,14 +411,21 @@ def forward(
   """
   if routing is not None and cfg.experts is None:
     raise ValueError("forward: expected no routing without experts, got one")
-  phase = positions[..., None].astype(jnp.float32) * inverse_frequencies(cfg)
-  sin, cos = jnp.sin(phase)[:, :, None, :], jnp.cos(phase)[:, :, None, :]
   if attend is None:
-    rows = among.places(segment_ids, prefix_ids, tokens.shape)
+    rows = among.places(
+      segment_ids,
+      prefix_ids,
+      tokens.shape,
+      positions=positions,
+      window=None if cfg.window is None else cfg.window.size,
+    )
     attend = _without_cache(among_rows(rows, cfg.head_width, dtype))
-  ctx = _Context(sin, cos, attend, mix, counted)
-  x = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan)
-  x = x.astype(dtype)
+  turn, near = (
+    _turn(positions, inverse_frequencies(cfg, local=local))
+    for local in (False, True)
+  )
+  ctx = _Context(turn, near, attend, mix, counted)
+  x = _embed(params, cfg, tokens, dtype)
 
   def lay(x: jax.Array) -> jax.Array:
     if sharding is None:
@@ -360,18 +442,19 @@ def forward(
   if isinstance(params["layers"], tuple):
     made = []
     none = (None,) * cfg.num_layers
-    caches, routes = (none if y is None else tuple(y) for y in (cache, routing))
-    pairs = zip(caches, routes, strict=True)
-    for xs in zip(params["layers"], pairs, strict=True):
+    local = None if cfg.window is None else cfg.window.layers
+    kept = (none if y is None else tuple(y) for y in (cache, local, routing))
+    for xs in zip(params["layers"], zip(*kept, strict=True), strict=True):
       x, found = layer(x, xs)
       made.append(found)
     caches, told = zip(*made, strict=True)
     cache = None if cache is None else caches
     told = None if told[0] is None else jax.tree.map(_stack, *told)
   else:
-    xs = params["layers"], (cache, routing)
+    local = None if cfg.window is None else jnp.asarray(cfg.window.layers)
+    xs = params["layers"], (cache, local, routing)
     x, (cache, told) = jax.lax.scan(layer, x, xs)
-  hidden = _rms_norm(lay(x), params["final_norm"], cfg.norm_eps)
+  hidden = _rms_norm(cfg, lay(x), params["final_norm"])
   return hidden, cache if counted is None else (cache, told)
 
 
@@ -380,7 +463,7 @@ def _stack(*layers: jax.Array) -> jax.Array:
 
 
 def _without_cache(read: among.Read) -> Attend:
-  return lambda cache, q, k, v: (read(q, k, v), cache)
+  return lambda cache, q, k, v, local: (read(q, k, v, local), cache)
 
 
 def unstack(params: types.Tree) -> types.Tree:

@@ -18,6 +18,8 @@ import numpy as np
 from jaxrl_post import types
 from jaxrl_post.models import (
   decoder,
+  gemma3,
+  gemma3_vision,
   gguf_io,
   hf_format,
   llama,
@@ -35,6 +37,8 @@ _FAMILIES = {
   "qwen2": qwen2,
   "qwen3": qwen3,
   "qwen3_moe": qwen3_moe,
+  "gemma3_text": gemma3,
+  "gemma3": gemma3_vision,
 }
 
 # Where XLA on CPU takes an array to begin, in bytes.
@@ -127,7 +131,9 @@ def _entries(path: str) -> dict[str, hf_format.Entry]:
   place = pathlib.Path(path)
   if _is_gguf(place):
     return gguf_io.read(path).entries
-  return safetensors_io.entries(place)
+  found = safetensors_io.entries(place)
+  kind = safetensors_io.read_json(place / "config.json").get("model_type")
+  return gemma3_vision.text(found) if kind == "gemma3" else found
 
 
 def _check_tied(path: str, entries: Mapping[str, hf_format.Entry]) -> None:

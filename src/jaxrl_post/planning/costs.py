@@ -299,7 +299,9 @@ def _key_cost(model: Mapping[str, Any]) -> float:
         "--mode=plan: expected runs of a transformer of this project, got one "
         f"of {given.get('about')}, whose operations are not known. Plan others."
       )
-    sizes = {name: given[name] for name in names if name != "rope_scaling"}
+    # These change nothing of what one key costs.
+    beside = {"rope_scaling", "window", "gemma"}
+    sizes = {name: given[name] for name in names if name not in beside}
     mixture = sizes["experts"]
     if mixture is not None:
       names = (f.name for f in dataclasses.fields(experts.Experts))

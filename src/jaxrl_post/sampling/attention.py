@@ -38,12 +38,12 @@ class Read(NamedTuple):
 
 # What reads all own pages: `read_pages` here, or in `page_kernel`.
 ReadPages: TypeAlias = Callable[
-  [jax.Array, paging.Pool, jax.Array, jax.Array], Read
+  [jax.Array, paging.Pool, jax.Array, jax.Array, jax.Array | None], Read
 ]
 
 
 def _read(
-  q: Float[Array, "... r H"], keys: paging.Pool, seen: Bool[Array, "... t"]
+  q: Float[Array, "... r H"], keys: paging.Pool, seen: Bool[Array, "... _ t"]
 ) -> Read:
   """Reads keys that lie side by side; float32 but for the two products.
 
@@ -53,14 +53,14 @@ def _read(
   Args:
     q: queries.
     keys: k [... H t] and v [... t H], and their scales [... t] if they have.
-    seen: which of them the queries read.
+    seen: which of them each query reads, or all of these.
   """
   k, v = (x.astype(q.dtype) for x in (keys.k, keys.v))
   scale = 1 / math.sqrt(q.shape[-1])
   score = jnp.matmul(q, k, preferred_element_type=jnp.float32) * scale
   if keys.k_scale is not None:
     score = score * keys.k_scale[..., None, :]
-  score = jnp.where(seen[..., None, :], score, NOWHERE)
+  score = jnp.where(seen, score, NOWHERE)
   top = jnp.max(score, axis=-1)
   weight = jnp.exp(score - top[..., None])
   total = jnp.sum(weight, axis=-1)
@@ -77,6 +77,7 @@ def read_pages(
   own: paging.Pool,
   owner: Int[Array, "D M"],
   limit: Int[Array, "D M"],
+  first: Int[Array, "D M"] | None = None,
 ) -> Read:
   """Reads every own page with the queries of the row that has it.
 
@@ -85,21 +86,25 @@ def read_pages(
     own: pages of one layer.
     owner: the row that has a page.
     limit: the last slot that is seen, or one beyond; below 0 for a page that
-      nobody has.
+      nobody has, or that nobody reads.
+    first: the first slot that is seen, or one before; None where all are.
 
   Returns:
     What each query read in each page, [D, M, N]; of no meaning for a page that
-    nobody has.
+    nobody reads.
   """
 
-  def one(q: Any, own: paging.Pool, owner: jax.Array, limit: jax.Array):
+  def one(q: Any, own: paging.Pool, owner: Any, limit: Any, first: Any):
     num_kv, at = own.v.shape[1], jnp.arange(own.v.shape[2])
     asked = q.at[owner].get(mode="clip")
     asked = asked.reshape(asked.shape[0], num_kv, -1, asked.shape[-1])
-    read = _read(asked, own, (at <= limit[:, None])[:, None])
+    seen = at <= limit[:, None]
+    if first is not None:
+      seen = seen & (at >= first[:, None])
+    read = _read(asked, own, seen[:, None, None])
     return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), read)
 
-  return jax.vmap(one)(q, own, owner, limit)
+  return jax.vmap(one)(q, own, owner, limit, first)
 
 
 class Groups(NamedTuple):
@@ -132,13 +137,22 @@ def groups(table: paging.Table, page: int) -> Groups:
 
 
 class View(NamedTuple):
-  """Where the newest token of each row is, for all layers."""
+  """Where the newest token of each row is, and what it reads.
+
+  `pages` are those of `table` that it reads. With a window, it reads from the
+  slot `first` of each page, from the position `since` of each row's prompt, and
+  no row reads a span of its prompt before `span`.
+  """
 
   table: paging.Table
   groups: Groups
   page: Int[Array, "D R"]
   slot: Int[Array, "D R"]
+  pages: Int[Array, "D R W"]
   limit: Int[Array, "D M"]
+  first: Int[Array, "D M"] | None = None
+  since: Int[Array, "D R"] | None = None
+  span: Int[Array, ""] | None = None
 
 
 def view(
@@ -168,7 +182,43 @@ def view(
     limit = seen.at[t.owner].get(mode="fill", fill_value=-1)
     return jnp.where(active, at, none), offset % page, limit - t.place * page
 
-  return View(table, prompts, *jax.vmap(one)(table, position, active))
+  at, slot, limit = jax.vmap(one)(table, position, active)
+  return View(table, prompts, at, slot, table.pages, limit)
+
+
+def within(
+  seen: View, position: Int[Array, "D R"], window: int, page: int
+) -> View:
+  """Returns what layers with a window see.
+
+  Pages in which a row reads nothing, and spans of prompts in which none does,
+  are not read. They are kept: all layers have the same pages.
+
+  Args:
+    seen: from `view`, of these positions; what other layers see.
+    position: of the tokens.
+    window: positions that a token reads, its own among them.
+    page: positions of a page.
+  """
+
+  def one(t: paging.Table, limit: jax.Array, since: jax.Array):
+    none, order = t.owner.shape[0], jnp.arange(t.pages.shape[1])
+    offset = since - t.start
+    before = offset[:, None] >= (order + 1) * page
+    first = offset.at[t.owner].get(mode="fill", fill_value=0) - t.place * page
+    return (
+      jnp.where(before, none, t.pages),
+      jnp.where(first < page, limit, -1),
+      first,
+    )
+
+  since = position - window + 1
+  pages, limit, first = jax.vmap(one)(seen.table, seen.limit, since)
+  num_groups, most = seen.table.prompt.shape[1:]
+  grouped = seen.table.group < num_groups
+  least = jnp.min(jnp.where(grouped, since, most * page))
+  span = jnp.maximum(least, 0) // (_span_pages(page, most) * page)
+  return View(*seen[:4], pages, limit, first, since, span)
 
 
 def attend(
@@ -180,10 +230,10 @@ def attend(
   *,
   read_pages: ReadPages = read_pages,
 ) -> tuple[Float[Array, "D R N H"], paging.Pool]:
-  """Writes one token a row and attends to all of that row's positions.
+  """Writes one token a row and attends to that row's positions.
 
   Args:
-    seen: where the tokens are.
+    seen: where the tokens are, and what they read.
     cache: own pages and those of prompts, of one layer.
     q: queries; those of one key head lie side by side.
     k: keys of the tokens.
@@ -197,11 +247,11 @@ def attend(
 
   own = jax.vmap(paging.write)(own, seen.page, seen.slot, k, v)
   shared = _read_prompts(seen, prompt, q)
-  read = read_pages(q, own, seen.table.owner, seen.limit)
+  read = read_pages(q, own, seen.table.owner, seen.limit, seen.first)
 
-  def one(t: paging.Table, read: Read, q: jax.Array, shared: Read):
+  def one(pages: jax.Array, read: Read, q: jax.Array, shared: Read):
     def of_row(x: jax.Array, first: jax.Array, nothing: float) -> jax.Array:
-      mine = x.at[t.pages].get(mode="fill", fill_value=nothing)
+      mine = x.at[pages].get(mode="fill", fill_value=nothing)
       return jnp.concatenate([first, mine], axis=1)
 
     top = of_row(read.top, shared.top, NOWHERE)
@@ -215,15 +265,15 @@ def attend(
       whole = whole + weight[:, j, :, None] * shared.value[:, j]
 
     def add(j: jax.Array, whole: jax.Array) -> jax.Array:
-      mine = read.value.at[t.pages[:, j]].get(mode="fill", fill_value=0.0)
+      mine = read.value.at[pages[:, j]].get(mode="fill", fill_value=0.0)
       return whole + weight[:, spans + j, :, None] * mine
 
-    num = t.pages.shape[1]
+    num = pages.shape[1]
     whole = jax.lax.fori_loop(0, num, add, whole, unroll=min(num, 8))
     # An idle row has read nothing.
     return whole / jnp.maximum(total, 1e-30)[..., None]
 
-  return jax.vmap(one)(seen.table, read, q, shared), own
+  return jax.vmap(one)(seen.pages, read, q, shared), own
 
 
 def _read_prompts(
@@ -262,19 +312,23 @@ def _read_prompts(
     ids = jax.lax.dynamic_slice_in_dim(order, first, batch, axis=1)
     some = jax.lax.dynamic_slice_in_dim(lists, span * pages, pages, axis=2)
 
-    def one(t: paging.Table, pool: paging.Pool, q: Any, ids: Any, some: Any):
+    def one(t: paging.Table, pool: paging.Pool, q: Any, at: Any, since: Any):
+      ids, some = at
       rows = t.rows.at[ids].get(mode="fill", fill_value=q.shape[0])
-      at = span * pages * page + jnp.arange(pages * page)
+      place = span * pages * page + jnp.arange(pages * page)
       length = t.length.at[ids].get(mode="fill", fill_value=0)
+      reads = (place < length[:, None])[:, None]
+      if since is not None:
+        reads = reads & (place >= since.at[rows].get(mode="clip")[..., None])
       read = _read_span(
         pool,
         some.at[ids].get(mode="clip"),
         q.at[rows].get(mode="clip"),
-        at < length[:, None],
+        reads,
       )
       return rows.reshape(-1), read
 
-    rows, found = jax.vmap(one)(table, prompt, q, ids, some)
+    rows, found = jax.vmap(one)(table, prompt, q, (ids, some), seen.since)
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
       return jax.vmap(lambda x, rows, y: x.at[rows, span].set(y, mode="drop"))(
@@ -289,7 +343,8 @@ def _read_prompts(
       jax.tree.map(put, old, found),
     )
 
-  start = (jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), nothing)
+  zero = jnp.zeros((), jnp.int32)
+  start = (zero if seen.span is None else seen.span, zero, nothing)
   return jax.lax.while_loop(proceed, go_on, start)[2]
 
 
@@ -297,7 +352,7 @@ def _read_span(
   pool: paging.Pool,
   pages: Int[Array, "B s"],
   q: Float[Array, "B G N H"],
-  seen: Bool[Array, "B t"],
+  seen: Bool[Array, "B _ t"],
 ) -> Read:
   """Reads some pages of B prompts for the G rows of each; B x G rows of N.
 
@@ -320,6 +375,8 @@ def _read_span(
     return x.reshape(num, num_kv, -1)
 
   keys = paging.Pool(k, v, scale(pool.k_scale), scale(pool.v_scale))
+  if seen.shape[1] > 1:
+    seen = jnp.repeat(seen, heads // num_kv, axis=1)
   read = _read(q, keys, seen[:, None])
 
   def by_row(x: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ What Mosaic asks for, here and of the layouts in `formats`:
   take the room of the next of these;
 * two times eight pages, or as many as fit into 4 MiB, lie in VMEM, with one
   device's key heads; two at least have to fit;
-* three integers a page lie in SMEM.
+* three integers a page lie in SMEM; with a window, four.
 
 Pages in 8 bits are for the portable read.
 """
@@ -50,12 +50,13 @@ SUBLANES = 8
 
 
 class _Live(NamedTuple):
-  """Pages that somebody has come first; how many, whose, and read how far."""
+  """Pages that are read come first; how many, whose, and from and to where."""
 
   page: Any
   count: Any
   owner: Any
   last: Any
+  first: Any
 
 
 class _Arrays(NamedTuple):
@@ -115,12 +116,15 @@ def on(
   """
   rows: Any = jax.P(parts, None, heads)
   table = jax.P(parts)
-  return jax.shard_map(
+  mapped = jax.shard_map(
     functools.partial(read_pages, interpret=interpret),
     mesh=mesh,
-    in_specs=(rows, paging.Pool(rows, rows), table, table),
+    in_specs=(rows, paging.Pool(rows, rows), table, table, table),
     out_specs=attention.Read(rows, rows, rows),
     check_vma=False,
+  )
+  return lambda q, own, owner, limit, first=None: mapped(
+    q, own, owner, limit, first
   )
 
 
@@ -129,6 +133,7 @@ def read_pages(
   own: paging.Pool,
   owner: Int[Array, "D M"],
   limit: Int[Array, "D M"],
+  first: Int[Array, "D M"] | None = None,
   *,
   together: int = 8,
   interpret: Any = False,
@@ -140,21 +145,22 @@ def read_pages(
     own: pages of one layer.
     owner: the row that has a page.
     limit: the last slot that is seen, or one beyond; below 0 for a page that
-      nobody has.
+      nobody has, or that nobody reads.
+    first: the first slot that is seen, or one before; None where all are.
     together: pages that are read at a time, to fill each other's gaps; fewer
       where they are large.
     interpret: runs it without a TPU, see `pallas_call`.
 
   Returns:
-    As `attention.read_pages`, but for pages that nobody has: nothing is read or
-    written for them.
+    As `attention.read_pages`, but for pages that nobody reads: nothing is
+    fetched or written for them.
 
   Raises:
     InputError: a page is larger than the room for it.
   """
   one = functools.partial(_read_part, together=together, interpret=interpret)
   parts = [
-    one(q[i], paging.Pool(own.k[i], own.v[i]), owner[i], limit[i])
+    one(*jax.tree.map(lambda x, i=i: x[i], (q, own, owner, limit, first)))
     for i in range(q.shape[0])
   ]
   return jax.tree.map(lambda *x: jnp.stack(x), *parts)
@@ -165,6 +171,7 @@ def _read_part(
   own: Any,
   owner: Int[Array, " M"],
   limit: Int[Array, " M"],
+  first: Int[Array, " M"] | None,
   *,
   together: int,
   interpret: Any,
@@ -193,6 +200,7 @@ def _read_part(
     count=jnp.sum(limit >= 0, dtype=jnp.int32)[None],
     owner=owner,
     last=jnp.minimum(limit, page - 1),
+    first=first,
   )
   buffers = _Arrays(
     q=pltpu.VMEM((2, together, num_heads, width), q.dtype),
@@ -211,7 +219,7 @@ def _read_part(
       )
     ],
     in_specs=[
-      _Live(*(pl.BlockSpec(memory_space=scalars) for _ in live)),
+      jax.tree.map(lambda _: pl.BlockSpec(memory_space=scalars), live),
       (there, there, there),
     ],
     out_specs=[(there, there)],
@@ -264,13 +272,15 @@ def _kernel(
     _each(refs, step, _coming, _WAIT)
     _each(refs, step - 2, _going, _WAIT)
     for j in range(together):
-      at = jnp.minimum(step * together + j, count - 1)
-      end = (live.last[live.page[at]] + 1) * num_kv
+      page = live.page[jnp.minimum(step * together + j, count - 1)]
+      seen = mine & (column < (live.last[page] + 1) * num_kv)
+      if live.first is not None:
+        seen = seen & (column >= live.first[page] * num_kv)
       *sums, value = _read(
         here.q[half, j],
         here.k[half, j].reshape(slots, width),
         here.v[half, j].reshape(slots, width),
-        mine & (column < end),
+        seen,
       )
       # From one a sublane to one a lane.
       for i, each in enumerate(sums):

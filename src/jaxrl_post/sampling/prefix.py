@@ -136,14 +136,18 @@ def extend(
   num, chunk = tokens.shape
   positions = jnp.broadcast_to(begin + jnp.arange(chunk), (num, chunk))
   slots = jnp.arange(prefix.k.shape[2])
-  mask = (slots <= positions[..., None])[:, None]
+  mask = near = (slots <= positions[..., None])[:, None]
+  if decoder.shape.window is not None:
+    reach = decoder.shape.window.size
+    near = mask & (slots > positions[..., None] - reach)[:, None]
 
-  def attend(cache: Any, q: jax.Array, k: jax.Array, v: jax.Array):
+  def attend(cache: Any, q: jax.Array, k: jax.Array, v: jax.Array, local: Any):
     k, v = (
       jax.lax.dynamic_update_slice_in_dim(old, new, begin, axis=1)
       for old, new in zip(cache, (k, v), strict=True)
     )
-    return among.attention(q, k, v, mask), (k, v)
+    seen = mask if local is None else among.either(local, near, mask)
+    return among.attention(q, k, v, seen), (k, v)
 
   hidden, (k, v) = transformer.forward(
     params,

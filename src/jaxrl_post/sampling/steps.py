@@ -319,7 +319,7 @@ def decode(
     part of the block.
   """
   num_rows, page = state.token.shape[0], state.own[0].v.shape[3]
-  parts = state.table.start.shape
+  parts, window = state.table.start.shape, decoder.shape.window
   if not isinstance(params["layers"], tuple):
     params = transformer.unstack(params)
   groups = attention.groups(state.table, page)
@@ -327,10 +327,16 @@ def decode(
   def read(state: DecodeState) -> tuple[jax.Array, DecodeState]:
     here = state.position.reshape(parts), state.active.reshape(parts)
     table = paging.advance(state.table, *here, page)
-    seen = attention.view(table, groups, *here, page)
+    whole = near = attention.view(table, groups, *here, page)
+    if window is not None:
+      near = attention.within(whole, here[0], window.size, page)
 
-    def attend(cache: Any, q: jax.Array, k: jax.Array, v: jax.Array):
+    def attend(
+      cache: Any, q: jax.Array, k: jax.Array, v: jax.Array, local: Any
+    ):
       q, k, v = (x.reshape(*parts, *x.shape[2:]) for x in (q, k, v))
+      # A plain bool, as layers are not scanned here.
+      seen = near if local else whole
       read, own = attention.attend(seen, cache, q, k, v, read_pages=read_pages)
       read = read.reshape(num_rows, 1, *read.shape[2:]).astype(q.dtype)
       return read, (own, cache[1])
