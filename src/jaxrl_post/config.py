@@ -19,7 +19,7 @@ from typing import Any
 from jaxrl_post import types
 from jaxrl_post.algos import algorithm, grpo
 from jaxrl_post.data import dataset
-from jaxrl_post.envs import evaluate, schedule
+from jaxrl_post.envs import evaluate, multi_turn, schedule
 from jaxrl_post.models import decoder
 from jaxrl_post.placement import mesh
 from jaxrl_post.rewards import pool
@@ -37,9 +37,8 @@ class Run:
 
   Attributes:
     model: the policy.
-    reference: a model that never trains, which a KL, a preference or a
-      distillation compares the policy with; None is the policy's own first
-      weights.
+    reference: a model that never trains, with which a KL, a preference or a
+      distillation compares; None is the policy's own first weights.
     data: what it is asked.
     rewards: how answers are scored.
     algo: rewards to advantages to loss.
@@ -49,9 +48,9 @@ class Run:
     placement: which devices do what.
     checkpoint: what is kept on disk.
     evaluation: how the policy is tested on held-out prompts.
+    env: whom the policy talks to, in several turns; None is one turn.
     warmup: supervised steps before the first rollout.
-    debug: batches on disk, to look at and to train on once more; None has
-      none.
+    debug: batches on disk, to look at and to train on again; None has none.
     num_steps: batches to train on.
     groups_per_step: prompts in a batch.
     group_size: rollouts of each prompt; 1 only with a critic.
@@ -74,6 +73,7 @@ class Run:
   checkpoint: checkpoints.Checkpoint = checkpoints.Checkpoint()
   evaluation: evaluate.Evaluation = evaluate.Evaluation()
   warmup: warmups.Warmup = warmups.Warmup()
+  env: multi_turn.Conversation | None = None
   debug: dump.Debug | None = None
   num_steps: int = 100
   groups_per_step: int = 8

@@ -7,8 +7,16 @@ from typing import Protocol, runtime_checkable
 
 from jaxrl_post import config, prepare, roles, types
 from jaxrl_post.data import frontier as frontiers
+from jaxrl_post.data import prompts as prompt_sets
+from jaxrl_post.envs import (
+  conversing,
+  evaluate,
+  events,
+  multi_turn,
+  schedule,
+  work,
+)
 from jaxrl_post.envs import cut as cuts
-from jaxrl_post.envs import evaluate, events, schedule, work
 from jaxrl_post.envs import ledger as ledgers
 from jaxrl_post.envs import stream as streams
 from jaxrl_post.placement import generator, programs
@@ -243,12 +251,19 @@ def stream(
     log: takes the events; None for nobody.
     digest: of `prepare.digest`, to follow another run.
   """
-  drain = cfg.sampling.in_flight == "drain"
+  drain, engine = cfg.sampling.in_flight == "drain", sampling.engine
+  if isinstance(parts.env, multi_turn.MultiTurn):
+    engine = conversing.Conversing(
+      engine,
+      parts.env,
+      parts.data.train.__getitem__,
+      lockstep=cfg.stream.deterministic,
+    )
   return streams.Stream(
     cfg.stream,
     ledger,
     env=parts.env,
-    engine=sampling.engine,
+    engine=engine,
     prompts=parts.data.train,
     frontier=frontier,
     rewards=rewards,
@@ -272,6 +287,24 @@ def cut(
     return None
   return cuts.from_files(
     saved.files, prompts=parts.data.train, rollout=parts.env.rollout
+  )
+
+
+def _asking(
+  parts: prepare.Parts,
+  samplers: Samplers,
+  policy: types.Policy,
+  prompts: prompt_sets.Prompts,
+) -> Callable[[Sequence[types.Request]], list[types.Completion]]:
+  """Returns who answers held-out prompts, in one turn or in several."""
+  generate = functools.partial(samplers.generate, policy)
+  if not isinstance(parts.eval_env, multi_turn.MultiTurn):
+    return generate
+  return functools.partial(
+    conversing.generate,
+    generate,
+    env=parts.eval_env,
+    prompts=prompts.__getitem__,
   )
 
 
@@ -306,7 +339,7 @@ def tester(
         values = evaluate.evaluate(
           [asked[uid] for uid in range(len(asked))],
           env=parts.eval_env,
-          generate=functools.partial(samplers.generate, policy),
+          generate=_asking(parts, samplers, policy, asked),
           rewards=rewards,
           timeout_s=cfg.evaluation.timeout_s,
           samples=cfg.evaluation.samples,

@@ -1,6 +1,7 @@
 """Everything of a run that needs no device, made and checked before one is."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -14,7 +15,7 @@ from jaxrl_post import config, types
 from jaxrl_post.algos import algorithm
 from jaxrl_post.data import dataset, pack
 from jaxrl_post.data import tokenizer as tokenizers
-from jaxrl_post.envs import events, single_turn
+from jaxrl_post.envs import events, multi_turn, work
 from jaxrl_post.envs import ledger as ledgers
 from jaxrl_post.models import decoder, network, quantize, weights
 from jaxrl_post.placement import mesh, programs
@@ -31,8 +32,7 @@ class Parts:
 
   Attributes:
     decoder: the model, its shape read from the checkpoint or the experiment.
-    reference: likewise the model that is the reference; None is the policy's
-      own first weights.
+    reference: likewise of the reference; None: the policy's first weights.
     data: tokenizer and prompts.
     env: how training prompts are asked.
     eval_env: how held-out prompts are asked.
@@ -40,8 +40,8 @@ class Parts:
 
   decoder: decoder.Decoder
   data: dataset.Dataset
-  env: single_turn.SingleTurn
-  eval_env: single_turn.SingleTurn
+  env: work.Env
+  eval_env: work.Env
   reference: references.Source | None = None
 
 
@@ -83,18 +83,19 @@ def prepare(cfg: config.Run) -> Parts:
   """Reads the model's shape, the tokenizer and the prompts.
 
   Raises:
-    InputError: something that the configuration names is not there, or does
-      not fit the rest.
+    InputError: what the configuration names is missing, or does not fit.
   """
   shaped = model(cfg)
   shape = shaped.config
+  talker = multi_turn.made(cfg.env, cfg.stream, cfg.max_lag)
   data = dataset.load(
     cfg.data,
     model_path=cfg.model.path,
     vocab_size=shape.vocab_size,
     seed=cfg.seed,
+    tools=() if talker is None else tuple(talker.schemas),
   )
-  _warn_leaked(data)
+  dataset.warn_leaked(data)
   if cfg.warmup.num_steps:
     _check_references(cfg, data)
   stop_ids = data.tokenizer.eos_ids
@@ -114,13 +115,14 @@ def prepare(cfg: config.Run) -> Parts:
     top_k=cfg.evaluation.top_k,
     top_p=cfg.evaluation.top_p,
   )
+  ask = functools.partial(
+    multi_turn.build, cfg.env, talker, tokenizer=data.tokenizer
+  )
   parts = Parts(
     decoder=shaped,
     data=data,
-    env=single_turn.SingleTurn(cfg.group_size, sampling, data.tokenizer.decode),
-    eval_env=single_turn.SingleTurn(
-      cfg.evaluation.number, greedy, data.tokenizer.decode
-    ),
+    env=ask(cfg.group_size, sampling),
+    eval_env=ask(cfg.evaluation.number, greedy),
     reference=reference(cfg, shape),
   )
   if cfg.reference is not None and cfg.reference.path is not None:
@@ -220,18 +222,6 @@ def _warn_uncorrected(cfg: config.Run) -> None:
       "mismatch/* says how much",
       cfg.sampling.dtype,
       cfg.model.dtype,
-    )
-
-
-def _warn_leaked(data: dataset.Dataset) -> None:
-  """Says so where the policy is tested on what it is trained on."""
-  leaked = dataset.leaked(data)
-  if leaked:
-    logging.warning(
-      "data: %d of %d held-out prompts are training prompts, too: eval/* will "
-      "count what was learnt by heart. Take them out of one of the two.",
-      leaked,
-      sum(asked.size for asked in data.held_out.values()),
     )
 
 

@@ -154,10 +154,11 @@ class Recorder:
     mask = pack.trained(
       batch, truncated=not algo.mask_truncated, equal=not algo.mask_equal
     )
-    skipped = bool(values["loss/skipped"])
+    env, skipped = self._cfg.env, bool(values["loss/skipped"])
     line = {
       **{name: float(value) for name, value in values.items()},
       **metrics.batch_metrics(groups),
+      **({} if env is None else metrics.conversations(groups, env.max_turns)),
       **metrics.staleness(
         np.asarray(batch.policy_versions),
         mask,

@@ -391,6 +391,27 @@ class Request:
 
 
 @host_record
+class Turn:
+  """What the policy said before an environment answered, or the end came.
+
+  Attributes:
+    end: tokens of the completion up to its last one.
+    whole: whether the policy ended it, and not the limit of tokens.
+    reward: what the environment gave for it, beside the rollout's reward.
+    calls: of tools in it.
+    errors: those of them that failed, of any kind.
+    timeouts: of these, those that took too long.
+  """
+
+  end: int
+  whole: bool = True
+  reward: float = 0.0
+  calls: int = 0
+  errors: int = 0
+  timeouts: int = 0
+
+
+@host_record
 class Completion:
   """What the engine made for one uid.
 
@@ -407,6 +428,8 @@ class Completion:
       made before a break, and altogether if not asked for.
     prompt_logprobs: of each token of the prompt after the first, given those
       before it, in the same kind of distribution; empty if not asked for.
+    turns: of a conversation with an environment; its finish is "length" where
+      turns or tokens ended before it did. Empty without an environment.
   """
 
   uid: int
@@ -416,6 +439,7 @@ class Completion:
   finish: Literal["stop", "length"]
   top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
   prompt_logprobs: tuple[float, ...] = ()
+  turns: tuple[Turn, ...] = ()
 
 
 @host_record
@@ -426,7 +450,10 @@ class Rollout:
     prompt: what was asked.
     completion: what was answered, as ids.
     temperature: the temperature it was sampled at.
-    text: the completion for people and rewards, without its stop token.
+    text: the completion for people and rewards, without its stop token; of a
+      conversation with an environment what the policy said in its last turn.
+    conversation: all of it for people, what the environment said included;
+      empty without one.
     reward: in the task's own unit; NaN when there is none.
     parts: named parts of the reward, unweighted.
     failure: why there is no reward; empty otherwise.
@@ -439,6 +466,7 @@ class Rollout:
   reward: float = float("nan")
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   failure: str = ""
+  conversation: str = ""
 
 
 @host_record

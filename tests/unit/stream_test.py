@@ -68,6 +68,9 @@ class Engine:
   def renew(self) -> None:
     pass
 
+  def release(self, uids) -> None:
+    pass
+
   def step(self, params, version: int, launched) -> list[types.Completion]:
     self.script()
     free = [uid for uid in self.waiting if uid // GROUP not in self.held]

@@ -21,6 +21,7 @@ from jaxrl_post.envs import events, schedule, single_turn, stream
 from jaxrl_post.envs import ledger as ledgers
 from jaxrl_post.rewards import pool
 from jaxrl_post.runtime import clock as clocks
+from jaxrl_post.sampling import rows as rows_lib
 
 GROUP, BATCH, STEPS = 2, 2, 6
 LATE_S = 10.0  # a test that waits this long has failed
@@ -55,13 +56,17 @@ def data(
 
 @dataclasses.dataclass
 class Row:
-  """A completion in the making; `behind` tokens are to be read again."""
+  """A completion in the making; `behind` tokens are to be read again.
+
+  Its turn began behind `turn` tokens.
+  """
 
   uid: int
   tokens: list
   logprobs: list
   versions: list
   behind: int
+  turn: int = 0
 
 
 def any_length(uid: int) -> int:
@@ -73,12 +78,16 @@ class Engine:
 
   Attributes:
     script: called before each block.
+    finish: how turns end.
   """
 
   between, seats = "busy", ()
 
-  def __init__(self, *, recompute=False, rows: int = 5, length=any_length):
+  def __init__(
+    self, *, recompute=False, rows: int = 5, length=any_length, finish="length"
+  ):
     self.recompute, self.rows, self.length = recompute, rows, length
+    self.finish = finish
     self.queue: list[Row] = []  # The first `rows` of them are in a row.
     self.version: int | None = None
     self.script = lambda: None
@@ -100,7 +109,8 @@ class Engine:
         if was
         else [[], [], []]
       )
-      self.queue.append(Row(uid, *kept, behind=len(kept[0])))
+      turn = rows_lib.turn_of(kept[2])
+      self.queue.append(Row(uid, *kept, behind=len(kept[0]), turn=turn))
 
   def partials(self) -> tuple[types.Partial, ...]:
     return tuple(
@@ -117,6 +127,9 @@ class Engine:
   def renew(self) -> None:
     self.version = None
 
+  def release(self, uids) -> None:
+    pass
+
   def step(self, params, version: int, launched) -> list[types.Completion]:
     self.script()
     if version != self.version and self.recompute:
@@ -127,7 +140,7 @@ class Engine:
     for row in self.queue[: self.rows]:
       for _ in range(3):
         self._column(row, params, version)
-      if len(row.tokens) == self.length(row.uid):
+      if len(row.tokens) == row.turn + self.length(row.uid):
         done.append(row)
     self.queue = [row for row in self.queue if not any(row is d for d in done)]
     return [
@@ -136,7 +149,7 @@ class Engine:
         tokens=tuple(row.tokens),
         logprobs=tuple(row.logprobs),
         versions=tuple(row.versions),
-        finish="length",
+        finish=self.finish,
       )
       for row in done
     ]
@@ -144,7 +157,7 @@ class Engine:
   def _column(self, row: Row, params: int, version: int) -> None:
     if row.behind:
       row.behind -= 1
-    elif len(row.tokens) < self.length(row.uid):
+    elif len(row.tokens) < row.turn + self.length(row.uid):
       row.tokens.append(mixed(params, row.uid, len(row.tokens)))
       row.logprobs.append(-0.5 * len(row.tokens))
       row.versions.append(version)
@@ -229,9 +242,10 @@ class Setup:
     """A stream that is new, or goes on from a policy and a cut's files."""
     policy, files = first or (FIRST, None)
     items = options.pop("items", None) or self.items
+    env = options.pop("env", ENV)
     cut = None
     if files is not None:
-      cut = cuts.from_files(files, prompts=items, rollout=ENV.rollout)
+      cut = cuts.from_files(files, prompts=items, rollout=env.rollout)
     log = events.Log(folder / events.NAME, 0 if cut is None else cut.events)
     log.write(
       events.Begin("") if cut is None else events.Restore(cut.ledger.step)
@@ -249,7 +263,7 @@ class Setup:
         num_steps=None if plan else options.pop("num_steps", STEPS),
         step=policy.step,
       ),
-      env=ENV,
+      env=env,
       engine=engine or self.engine(),
       prompts=items,
       frontier=frontiers.Frontier(),

@@ -2,7 +2,10 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import logging
 
 from jaxrl_post import types
 from jaxrl_post.data import difficulty, prompts, sources, tokenizer
@@ -127,7 +130,12 @@ def tokenizer_of(
 
 
 def load(
-  cfg: Data, *, model_path: str | None, vocab_size: int, seed: int
+  cfg: Data,
+  *,
+  model_path: str | None,
+  vocab_size: int,
+  seed: int,
+  tools: Sequence[Mapping[str, Any]] = (),
 ) -> Dataset:
   """Reads tokenizer and prompts; touches no device.
 
@@ -136,6 +144,8 @@ def load(
     model_path: whose tokenizer to take by default.
     vocab_size: rows of the model's embedding table.
     seed: of the order of the training prompts.
+    tools: JSON schemas of functions that the chat template shows to the model
+      in every prompt of messages.
 
   Returns:
     The dataset; every id in it is below `vocab_size`.
@@ -145,9 +155,10 @@ def load(
       has ids that the model lacks.
   """
   encoder = tokenizer_of(cfg, model_path=model_path, vocab_size=vocab_size)
+  reader = _Told(encoder, tools)
   train = prompts.load(
     cfg.train,
-    encoder,
+    reader,
     max_tokens=cfg.max_prompt,
     seed=seed,
     epochs=cfg.epochs,
@@ -157,7 +168,7 @@ def load(
   held_out = {
     name: prompts.load(
       source,
-      encoder,
+      reader,
       max_tokens=cfg.max_prompt,
       seed=seed,
       epochs=1,
@@ -189,3 +200,29 @@ def leaked(data: Dataset) -> int:
   train = {item.tokens for item in data.train.items}
   held_out = [x for asked in data.held_out.values() for x in asked.items]
   return sum(item.tokens in train for item in held_out)
+
+
+def warn_leaked(data: Dataset) -> None:
+  """Says so where the policy is tested on what it is trained on."""
+  count = leaked(data)
+  if count:
+    logging.warning(
+      "data: %d of %d held-out prompts are training prompts, too: eval/* will "
+      "count what was learnt by heart. Take them out of one of the two.",
+      count,
+      sum(asked.size for asked in data.held_out.values()),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Told:
+  """A tokenizer whose prompts of messages speak of tools."""
+
+  tokenizer: tokenizer.Tokenizer
+  tools: Sequence[Mapping[str, Any]]
+
+  def prompt_ids(
+    self, prompt: str | tuple[Mapping[str, str], ...]
+  ) -> tuple[tuple[int, ...], str]:
+    tools = () if isinstance(prompt, str) else self.tools
+    return self.tokenizer.prompt_ids(prompt, tools=tools)

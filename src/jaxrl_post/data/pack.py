@@ -179,7 +179,8 @@ def pack(
     that a policy sampled, the stop token included, whatever their values, and
     0 on those of version -1, as of a tool; with `mask_stale_tokens` also 0
     on those that an older version sampled than the newest of their rollout,
-    which stay as context and keep log-probability and version. Sequences are
+    which stay as context and keep log-probability and version. The reward of a
+    turn is at its last token, or at the next one with mask 1. Sequences are
     numbered in the order of the groups, and a row has its tokens without gaps;
     where no token is, there is neither segment nor mask, and numbers beyond the
     last sequence have no reward. Minibatches have equally many units, give or
@@ -207,7 +208,8 @@ def pack(
   batch["segment_ids"][target] = each([p.segment for p in pieces])
   batch["prefix_ids"][target] = each([p.prefix for p in pieces])
   batch["positions"][target] = each([p.begin for p in pieces]) + offset
-  for name, values in _tokens(pieces, rollouts).items():
+  earned = [_earned(r.completion, mask_stale_tokens) for r in rollouts]
+  for name, values in _tokens(pieces, rollouts, earned).items():
     batch[name][target] = values
   sampled = batch["policy_versions"] >= 0
   if mask_stale_tokens:
@@ -414,9 +416,12 @@ def _empty(layout: Layout) -> dict[str, Any]:
 
 
 def _tokens(
-  pieces: Sequence[_Piece], rollouts: Sequence[types.Rollout]
+  pieces: Sequence[_Piece],
+  rollouts: Sequence[types.Rollout],
+  earned: Sequence[Sequence[float]],
 ) -> dict[str, np.ndarray]:
   """Returns what is known of each token, of all pieces in order."""
+  rewards: list[float] = []
   tokens: list[int] = []
   logprobs: list[float] = []
   versions: list[int] = []
@@ -427,8 +432,25 @@ def _tokens(
     tokens += (*prompt, *completion.tokens)[part]
     logprobs += (*[0.0] * len(prompt), *completion.logprobs)[part]
     versions += (*[-1] * len(prompt), *completion.versions)[part]
+    rewards += (*[0.0] * len(prompt), *earned[piece.number])[part]
   return {
     "tokens": np.array(tokens, np.int32),
     "sampler_logprobs": np.array(logprobs, np.float32),
     "policy_versions": np.array(versions, np.int32),
+    "turn_rewards": np.array(rewards, np.float32),
   }
+
+
+def _earned(made: types.Completion, newest_only: bool) -> list[float]:
+  """Returns what each token has earned: a turn's reward is at its last one.
+
+  Where that does not train, at the next that does: no reward is lost.
+  """
+  earned = [0.0] * len(made.tokens)
+  least = max(made.versions, default=0) if newest_only else 0
+  for turn in made.turns:
+    at = turn.end - 1
+    while made.versions[at] < least:
+      at += 1
+    earned[at] += turn.reward
+  return earned

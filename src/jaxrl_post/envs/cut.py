@@ -226,6 +226,7 @@ def _completion(data: Mapping[str, Any], pieces: _Pieces) -> types.Completion:
     logprobs=logprobs,
     versions=versions,
     finish=data["finish"],
+    turns=tuple(types.Turn(**turn) for turn in data["turns"]),
   )
 
 
@@ -234,7 +235,8 @@ def _shape(part: types.Partial | types.Completion) -> dict[str, Any]:
 
 
 def _ended(completion: types.Completion) -> dict[str, Any]:
-  return {**_shape(completion), "finish": completion.finish}
+  turns = [dataclasses.asdict(turn) for turn in completion.turns]
+  return {**_shape(completion), "finish": completion.finish, "turns": turns}
 
 
 def _scored(rollout: types.Rollout) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxrl_post import types
-from jaxrl_post.envs import pass_at_k, single_turn
+from jaxrl_post.envs import pass_at_k, work
 from jaxrl_post.rewards import pool as pools
 
 _GLANCE_S = 0.5
@@ -68,7 +68,7 @@ class Evaluation:
 def evaluate(
   prompts: Sequence[types.Prompt],
   *,
-  env: single_turn.SingleTurn,
+  env: work.Env,
   generate: Callable[[Sequence[types.Request]], list[types.Completion]],
   rewards: pools.Pool,
   timeout_s: float,

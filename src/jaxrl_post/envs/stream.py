@@ -20,7 +20,7 @@ from jaxrl_post import types
 from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.data import prompts as prompt_sets
 from jaxrl_post.envs import cut as cuts
-from jaxrl_post.envs import events, schedule, single_turn, work
+from jaxrl_post.envs import events, schedule, work
 from jaxrl_post.envs import ledger as ledgers
 from jaxrl_post.rewards import pool as pools
 from jaxrl_post.runtime import clock as clocks
@@ -45,7 +45,7 @@ class Stream:
     cfg: schedule.StreamConfig,
     ledger: ledgers.Ledger,
     *,
-    env: single_turn.SingleTurn,
+    env: work.Env,
     engine: work.Engine,
     prompts: prompt_sets.Prompts,
     frontier: frontiers.Frontier,

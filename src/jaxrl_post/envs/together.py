@@ -23,7 +23,9 @@ def bare(groups: list[types.Group] | None) -> list[types.Group] | None:
     types.Group(
       prompt=_bare(group.prompt),
       rollouts=tuple(
-        dataclasses.replace(rollout, prompt=_bare(rollout.prompt), text="")
+        dataclasses.replace(
+          rollout, prompt=_bare(rollout.prompt), text="", conversation=""
+        )
         for rollout in group.rollouts
       ),
     )

@@ -7,27 +7,36 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from jaxrl_post import types
 from jaxrl_post.data import difficulty
 from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.data import prompts as prompt_sets
 from jaxrl_post.envs import cut as cuts
-from jaxrl_post.envs import events, schedule, single_turn
+from jaxrl_post.envs import events, multi_turn, schedule, single_turn
 from jaxrl_post.envs import ledger as ledgers
+
+# Prompts to requests, completions to rollouts.
+Env: TypeAlias = single_turn.SingleTurn | multi_turn.MultiTurn
 
 
 @runtime_checkable
 class Engine(Protocol):
-  """What the stream needs of `sampling.engine.Engine`.
+  """What the stream needs of `sampling.engine.Engine`."""
 
-  Attributes:
-    between: state of generation in a step while no program of it runs.
-  """
-
-  between: str
+  @property
+  def between(self) -> str:
+    """State of generation in a step while no program of it runs."""
+    ...
 
   @property
   def room(self) -> int:
@@ -63,6 +72,10 @@ class Engine(Protocol):
 
   def renew(self) -> None:
     """Has the next step take its weights for newer ones, whatever they are."""
+    ...
+
+  def release(self, uids: Collection[int]) -> None:
+    """Frees what is held of completions that will not go on."""
     ...
 
 
@@ -126,7 +139,7 @@ class Work:
     self,
     ledger: ledgers.Ledger,
     *,
-    env: single_turn.SingleTurn,
+    env: Env,
     prompts: prompt_sets.Prompts,
     frontier: frontiers.Frontier,
     filter_zero_signal: bool,

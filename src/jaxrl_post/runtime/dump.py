@@ -9,7 +9,8 @@ files are plain JSON and NumPy, without pickle:
   `reference_repr`; `prompt_num_tokens` and `prompt_offset` into the arrays;
   `rollouts`, each with `uid`, `text`, `reward` (null when there is none),
   `parts` (numbers by name), `failure`, `finish` ("stop" or "length"),
-  `temperature`, `num_tokens` and `offset` into the arrays.
+  `temperature`, `num_tokens` and `offset` into the arrays; of a conversation
+  with an environment `conversation` (text) and `turns`, see `types.Turn`.
 `arrays.npz`: what the tokens have, end to end:
   `tokens` int32, `logprobs` float32 in nats, `versions` int32, all of the
   completions; `offsets` int64, where each completion begins, and their end;
@@ -301,7 +302,15 @@ def _rollout(rollout: types.Rollout, start: int) -> dict[str, Any]:
     "temperature": float(rollout.temperature),
     "num_tokens": len(completion.tokens),
     "offset": start,
+    **_turns(rollout),
   }
+
+
+def _turns(rollout: types.Rollout) -> dict[str, Any]:
+  turns = [dataclasses.asdict(turn) for turn in rollout.completion.turns]
+  if not turns:
+    return {}
+  return {"conversation": rollout.conversation, "turns": turns}
 
 
 def _read_group(
@@ -331,6 +340,7 @@ def _read_rollout(
     logprobs=tuple(arrays["logprobs"][span].tolist()),
     versions=tuple(arrays["versions"][span].tolist()),
     finish=line["finish"],
+    turns=tuple(types.Turn(**turn) for turn in line.get("turns", ())),
   )
   reward = line["reward"]
   return types.Rollout(
@@ -341,4 +351,5 @@ def _read_rollout(
     reward=math.nan if reward is None else reward,
     parts=line["parts"],
     failure=line["failure"],
+    conversation=line.get("conversation", ""),
   )

@@ -146,7 +146,11 @@ def _group_text(step: int, group: types.Group) -> str:
   lines = [f"step {step} prompt {group.prompt.uid} ".ljust(_WIDTH, "-")]
   lines += _body(group.prompt.text)
   for rollout in group.rollouts:
-    lines += ["", *_about(rollout), *_body(rollout.text)]
+    lines += [
+      "",
+      *_about(rollout),
+      *_body(rollout.conversation or rollout.text),
+    ]
   return "\n".join([*lines, "", ""])
 
 

@@ -78,6 +78,49 @@ def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:
   return metrics
 
 
+def conversations(
+  groups: Sequence[types.Group], max_turns: int
+) -> dict[str, float]:
+  """Sums up the conversations of one step.
+
+  Args:
+    groups: as they were sampled and scored.
+    max_turns: most turns of the policy.
+
+  Returns:
+    Under `env/`, over all rollouts: `turns_mean` and `turns_max`, turns of the
+    policy; `tool_calls`, mean a rollout; `tool_errors` and `tool_timeouts`, how
+    many of the calls failed, and of these took too long; `truncated_turns` and
+    `truncated_tokens`, the shares that ended because no turn, or no token, was
+    left; `observation_tokens`, mean of what the environment said;
+    `turn_reward`, mean of the sums of what turns earned.
+  """
+  made = [r.completion for group in groups for r in group.rollouts]
+  counts = [len(c.turns) for c in made]
+  turns = [turn for c in made for turn in c.turns]
+  ends = [c.turns[-1] for c in made if c.turns and c.finish == "length"]
+  # The last turn that there may be, which the policy ended itself.
+  late = sum(
+    c.finish == "length" and len(c.turns) == max_turns and c.turns[-1].whole
+    for c in made
+  )
+  return {
+    "env/turns_mean": _over(np.mean, counts),
+    "env/turns_max": _over(np.max, counts),
+    "env/tool_calls": _ratio(sum(turn.calls for turn in turns), len(made)),
+    "env/tool_errors": float(sum(turn.errors for turn in turns)),
+    "env/tool_timeouts": float(sum(turn.timeouts for turn in turns)),
+    "env/truncated_turns": _ratio(late, len(made)),
+    "env/truncated_tokens": _ratio(len(ends) - late, len(made)),
+    "env/observation_tokens": _over(
+      np.mean, [sum(v < 0 for v in c.versions) for c in made]
+    ),
+    "env/turn_reward": _over(
+      np.mean, [sum(turn.reward for turn in c.turns) for c in made]
+    ),
+  }
+
+
 def staleness(
   policy_versions: Int[np.ndarray, "B T"],
   loss_mask: Float[np.ndarray, "B T"],

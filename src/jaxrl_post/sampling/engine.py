@@ -14,7 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -244,6 +244,10 @@ class Engine:
     Also after an update that was skipped, whose weights keep their version.
     """
     self._version = None
+
+  def release(self, uids: Collection[int]) -> None:
+    """Frees the rows of completions that are held and will not go on."""
+    self._cut({i: 0 for i, row in self._space.held() if row.uid in uids})
 
   def warm_up(self, params: types.Tree) -> None:
     """Compiles every program the engine will run, with no effect on state."""

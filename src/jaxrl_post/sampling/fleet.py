@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from jaxrl_post import types
@@ -212,6 +212,12 @@ class Fleet:
 
   def renew(self) -> None:
     """Does nothing: members tell newer weights by their version."""
+
+  def release(self, uids: Collection[int]) -> None:
+    """Forgets who holds them; members free their rows when others need one."""
+    with self._changed:
+      for uid in uids:
+        self._homes.pop((False, uid), None)
 
   def generate(
     self, policy: types.Policy, requests: Sequence[types.Request]

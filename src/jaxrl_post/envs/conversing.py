@@ -1,0 +1,341 @@
+"""An engine of whole conversations, over an engine of turns.
+
+A turn that has ended goes to the environment in a thread; its row stays in the
+cache if nobody needs it, and the other rows go on. The answer comes back as a
+request that goes on behind it. Whoever calls sees completions only: a group is
+in the making until its last conversation has ended.
+"""
+
+import collections
+import dataclasses
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from jaxrl_post import types
+from jaxrl_post.envs import multi_turn, work
+from jaxrl_post.rewards import combine
+
+# Longest wait for an answer, while nothing is sampled, before a look at others.
+_TICK_S = 0.05
+# Threads that may hang, as a multiple of those that may work.
+_MOST_LOST = 4
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+  """An answer in the making.
+
+  Attributes:
+    made: the completion that is answered.
+    ask: makes the answer.
+    number: of calls that were asked for before it.
+    begun: time.monotonic() when it began.
+    over: whether it has come to its end.
+    answer: if it came.
+    error: what was raised, if it did not.
+  """
+
+  made: types.Completion
+  ask: Callable[[], multi_turn.Answer]
+  number: int = 0
+  begun: float = 0.0
+  over: bool = False
+  answer: multi_turn.Answer | None = None
+  error: BaseException | None = None
+
+
+class _Desk:
+  """Makes answers, so many at a time, in the order in which they are asked."""
+
+  def __init__(self, workers: int, timeout_s: float) -> None:
+    self._workers, self._timeout_s = workers, timeout_s
+    self._waiting: collections.deque[_Call] = collections.deque()
+    self._begun: list[_Call] = []
+    self._lost: list[_Call] = []
+    self._changed = threading.Condition()
+    self._asked = 0
+
+  @property
+  def is_open(self) -> bool:
+    """Whether some answer was not taken yet."""
+    with self._changed:
+      return bool(self._waiting or self._begun)
+
+  def ask(self, call: _Call) -> None:
+    """Queues a call."""
+    with self._changed:
+      call.number, self._asked = self._asked, self._asked + 1
+      self._waiting.append(call)
+      self._start()
+
+  def take(self, wait_s: float = 0.0) -> list[_Call]:
+    """Returns calls that are over, or late, in the order they were begun.
+
+    Args:
+      wait_s: longest wait for the first one.
+
+    Raises:
+      RunError: too many threads hang.
+    """
+    with self._changed:
+      self._changed.wait_for(lambda: any(c.over for c in self._begun), wait_s)
+      last = time.monotonic() - self._timeout_s
+      taken = [c for c in self._begun if c.over or c.begun <= last]
+      self._begun = [c for c in self._begun if c not in taken]
+      self._lost += [c for c in taken if not c.over]
+      most = _MOST_LOST * self._workers
+      if len(self._lost) > most:
+        raise types.RunError(
+          f"env: expected answers that end, got {len(self._lost)} that hang, "
+          f"more than {_MOST_LOST} x env.workers. Give the environment a time "
+          "limit of its own."
+        )
+      self._start()
+      return taken
+
+  def _start(self) -> None:
+    """Starts threads for those that wait; the lock is held."""
+    while self._waiting and self._working() < self._workers:
+      call = self._next()
+      # A daemon: an answer that hangs must not keep the process alive.
+      threading.Thread(
+        target=self._work, args=(call,), name="environment", daemon=True
+      ).start()
+
+  def _working(self) -> int:
+    return sum(not call.over for call in self._begun)
+
+  def _next(self) -> _Call:
+    call = self._waiting.popleft()
+    call.begun = time.monotonic()
+    self._begun.append(call)
+    return call
+
+  def _work(self, call: _Call) -> None:
+    while True:
+      try:
+        call.answer = call.ask()
+      except BaseException as error:
+        call.error = error  # For whoever takes the call.
+      with self._changed:
+        call.over = True
+        self._changed.notify_all()
+        if call in self._lost:  # Another thread has its place.
+          self._lost.remove(call)
+          return
+        if not self._waiting:
+          return
+        call = self._next()
+
+
+class Conversing:
+  """Has the methods of `work.Engine`, for conversations.
+
+  Attributes:
+    seats: of the turns that ended in the last step.
+  """
+
+  def __init__(
+    self,
+    engine: work.Engine,
+    env: multi_turn.MultiTurn,
+    prompts: Callable[[int], types.Prompt],
+    *,
+    lockstep: bool,
+  ) -> None:
+    """Takes over an engine.
+
+    Args:
+      engine: samples turns.
+      env: says how conversations go.
+      prompts: by uid, of the requests to come.
+      lockstep: sample nothing while an answer is in the making, so that no
+        clock decides what is sampled when.
+    """
+    self._engine, self._env, self._prompts = engine, env, prompts
+    self._lockstep = lockstep
+    self._talks: dict[int, multi_turn.Talk] = {}
+    self._desk = _Desk(env.cfg.workers, env.cfg.timeout_s)
+    self._warned = False
+    self.seats: Sequence[types.Seat] = ()
+
+  @property
+  def between(self) -> str:
+    """State of generation in a step while no program of it runs."""
+    return self._engine.between if self._engine.busy else "wait/host"
+
+  @property
+  def room(self) -> int:
+    """Rows that are free; a conversation that waits for an answer has none."""
+    return self._engine.room
+
+  @property
+  def busy(self) -> bool:
+    """Whether some conversation has not ended."""
+    return bool(self._talks)
+
+  def add(self, request: types.Request) -> None:
+    """Queues a group, whose begun completions are in their first turn."""
+    prompt = self._prompts(self._env.owner(request.uids[0]))
+    request = dataclasses.replace(request, hold=self._env.cfg.max_turns > 1)
+    for uid in request.uids:
+      self._talks[uid] = self._env.begin(prompt, request)
+    self._engine.add(request)
+
+  def step(
+    self,
+    params: types.Tree,
+    version: int,
+    launched: Callable[[str, Any], None] = lambda name, result: None,
+  ) -> list[types.Completion]:
+    """Makes one block, if there is something to sample, and takes answers.
+
+    Returns:
+      The conversations that have ended.
+
+    Raises:
+      InputError: what the environment raised.
+      RunError: likewise; or too many answers hang.
+    """
+    ended, self.seats = [], ()
+    if self._engine.busy:
+      made = self._engine.step(params, version, launched)
+      self.seats = self._engine.seats
+      ended += [c for c in map(self._heard, made) if c is not None]
+    for call in self._answers():
+      done = self._go_on(call)
+      ended += [] if done is None else [done]
+    self._engine.release([completion.uid for completion in ended])
+    return ended
+
+  def partials(self) -> tuple[types.Partial, ...]:
+    """Returns the first turns that are half made.
+
+    Later ones begin anew, as the environment's states are not kept.
+    """
+    return tuple(
+      partial
+      for partial in self._engine.partials()
+      if partial.uid in self._talks and not self._talks[partial.uid].turns
+    )
+
+  def renew(self) -> None:
+    """Has the next step take its weights for newer ones."""
+    self._engine.renew()
+
+  def release(self, uids: Collection[int]) -> None:
+    """Does nothing: the rows of conversations that ended are free."""
+
+  def _heard(self, made: types.Completion) -> types.Completion | None:
+    """Has a turn answered; returns a conversation that no token is left for."""
+    talk = self._talks[made.uid]
+    if made.finish == "length":
+      del self._talks[made.uid]
+      last = types.Turn(end=len(made.tokens), whole=False)
+      return dataclasses.replace(made, turns=(*talk.turns, last))
+    self._desk.ask(_Call(made, functools.partial(self._env.ask, talk, made)))
+    return None
+
+  def _answers(self) -> list[_Call]:
+    """Returns the calls that are over; in lockstep all, as they were asked."""
+    if not self._lockstep:
+      waits = self._desk.is_open and not self._engine.busy
+      return self._desk.take(_TICK_S if waits else 0.0)
+    calls: list[_Call] = []
+    while self._desk.is_open:
+      calls += self._desk.take(_TICK_S)
+    return sorted(calls, key=lambda call: call.number)
+
+  def _go_on(self, call: _Call) -> types.Completion | None:
+    """Asks for the next turn; returns a conversation that has ended."""
+    uid = call.made.uid
+    talk = self._talks.pop(uid)
+    answer = call.answer or self._excuse(call, talk)
+    after = self._env.answered(talk, call.made, answer)
+    if isinstance(after, types.Completion):
+      return after
+    self._talks[uid] = after
+    self._engine.add(after.request)
+    return None
+
+  def _excuse(self, call: _Call, talk: multi_turn.Talk) -> multi_turn.Answer:
+    """Returns what stands for an answer that did not come."""
+    error, late = call.error, call.error is None
+    if isinstance(error, types.InputError | types.RunError):
+      raise error
+    reason = f"no answer within {self._env.cfg.timeout_s:g} s"
+    if not late:
+      reason = combine.one_line(f"{type(error).__name__}: {error}")
+    if not self._warned:
+      self._warned = True
+      logging.warning(
+        "conversation %d: %s (further ones: env/tool_errors)",
+        call.made.uid,
+        reason,
+      )
+    return self._env.excuse(talk, call.made, reason, late=late)
+
+
+class _Rounds:
+  """Samples all turns that are open at once; has what `Conversing` needs."""
+
+  between, room, seats = "wait/host", 0, ()
+
+  def __init__(
+    self, sample: Callable[[list[types.Request]], list[types.Completion]]
+  ) -> None:
+    self._sample, self._open = sample, list[types.Request]()
+
+  @property
+  def busy(self) -> bool:
+    return bool(self._open)
+
+  def add(self, request: types.Request) -> None:
+    self._open.append(dataclasses.replace(request, hold=False))
+
+  def step(
+    self, params: types.Tree, version: int, launched: Callable[[str, Any], None]
+  ) -> list[types.Completion]:
+    del params, version, launched
+    requests, self._open = self._open, []
+    return self._sample(requests)
+
+  def partials(self) -> tuple[types.Partial, ...]:
+    return ()
+
+  def renew(self) -> None:
+    pass
+
+  def release(self, uids: Collection[int]) -> None:
+    pass
+
+
+def generate(
+  sample: Callable[[list[types.Request]], list[types.Completion]],
+  requests: Sequence[types.Request],
+  *,
+  env: multi_turn.MultiTurn,
+  prompts: Callable[[int], types.Prompt],
+) -> list[types.Completion]:
+  """Has conversations in rounds: all their turns, then all the answers.
+
+  Args:
+    sample: requests to completions, in any order.
+    requests: first turns.
+    env: says how conversations go.
+    prompts: by uid.
+
+  Returns:
+    One conversation for each uid, in the order of `requests`.
+  """
+  engine = Conversing(_Rounds(sample), env, prompts, lockstep=True)
+  for request in requests:
+    engine.add(request)
+  done: dict[int, types.Completion] = {}
+  while engine.busy:
+    done |= {made.uid: made for made in engine.step(None, 0)}
+  return [done[uid] for request in requests for uid in request.uids]

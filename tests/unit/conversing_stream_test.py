@@ -1,0 +1,206 @@
+"""Streams of conversations: the same promises as of single turns."""
+
+import dataclasses
+import threading
+
+import pytest
+
+from jaxrl_post import types
+from jaxrl_post.envs import conversing, events, multi_turn, single_turn
+from jaxrl_post.envs import cut as cuts
+from jaxrl_post.sampling import fleet as fleets
+from jaxrl_post.sampling import server as servers
+from tests.unit import conversing_test as single
+from tests.unit import stream_resume_test as resumes
+from tests.unit import streams
+
+
+@dataclasses.dataclass(frozen=True)
+class Talks:
+  """Says up to two things, each after a few milliseconds that none chose."""
+
+  schemas = ()
+
+  def reset(self, prompt):
+    return prompt.uid, 0
+
+  def step(self, state, text):
+    uid, done = state
+    threading.Event().wait(1e-3 * (streams.time.monotonic_ns() % 3))
+    if done == streams.mixed(uid, 5) % 3:
+      return multi_turn.Step(reward=1.0)
+    if streams.mixed(uid, done, 7) % 5 == 0:
+      raise OSError("no luck")
+    message = {"role": "tool", "content": f"{done}"}
+    return multi_turn.Step(state=(uid, done + 1), messages=(message,), calls=1)
+
+  def failed(self, state, reason):
+    message = {"role": "tool", "content": "failed"}
+    return multi_turn.Step(state=(state[0], state[1] + 1), messages=(message,))
+
+
+ENV = multi_turn.MultiTurn(
+  single_turn.SingleTurn(
+    streams.GROUP, types.SamplingParams(max_tokens=64), lambda ids: ""
+  ),
+  multi_turn.Conversation(environment=Talks, workers=4),
+  Talks(),
+  lambda messages, ended: tuple(ord(x) for m in messages for x in m["content"]),
+)
+
+
+def made(setup, folder, *, lockstep=False, of=None, step=0):
+  """Runs a stream of conversations; or goes on with one from a step."""
+  options = {
+    "env": ENV,
+    "engine": conversing.Conversing(
+      streams.Engine(recompute=setup.in_flight == "recompute", finish="stop"),
+      ENV,
+      streams.data(setup.size).__getitem__,
+      lockstep=lockstep,
+    ),
+  }
+  if of is None:
+    return setup.run(folder, **options)
+  return setup.resumed(folder, of, step, **options)
+
+
+def completions(batches):
+  """Yields completions with the number of their batch."""
+  for number, groups in enumerate(batches):
+    for group in groups:
+      yield from ((number, r.completion) for r in group.rollouts)
+
+
+def test_lag_0_trains_the_same_however_long_answers_take(tmp_path):
+  runs = [
+    made(
+      streams.Setup(max_lag=0, asynchronous=asynchronous, fixed=fixed),
+      tmp_path / f"{asynchronous}{fixed}{lockstep}",
+      lockstep=lockstep,
+    )
+    for asynchronous, fixed, lockstep in (
+      (False, False, False),
+      (True, False, False),
+      (True, True, True),
+      (False, False, True),
+    )
+  ]
+  assert len(runs[0].batches) == streams.STEPS
+  for run in runs[1:]:
+    assert streams.repeated(run.batches, runs[0].batches)
+  turns = {
+    len(completion.turns) for _, completion in completions(runs[0].batches)
+  }
+  assert turns == {1, 2, 3}
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_c95_a_resumed_run_of_lag_0_is_the_run_that_went_on(tmp_path, fixed):
+  setup = streams.Setup(max_lag=0, fixed=fixed, skips=(2,))
+  one = made(setup, tmp_path, lockstep=fixed)
+  for step in (1, 3):
+    rest = made(setup, tmp_path, lockstep=fixed, of=one, step=step)
+    assert streams.repeated(rest.batches, one.batches[step:])
+    assert rest.params == one.params
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "drain"])
+def test_half_made_conversations_are_neither_lost_nor_doubled(
+  tmp_path, in_flight
+):
+  setup = streams.Setup(max_lag=2, in_flight=in_flight, filtered=True)
+  one = made(setup, tmp_path)
+  if in_flight == "drain":  # One that goes on may have begun with others.
+    for _, completion in completions(one.batches):
+      assert len({*completion.versions} - {-1}) == 1
+  for step in (1, 2, 5):
+    rest = made(setup, tmp_path, of=one, step=step)
+    batches = one.batches[:step] + rest.batches
+    assert len(batches) == streams.STEPS
+    text = (tmp_path / f"from-{step}" / events.NAME).read_text()
+    found = resumes.fates(text)
+    trained = [uid for uid, kind in found.items() if kind == "Consume"]
+    assert sorted(trained) == sorted(streams.uids(batches))
+    last = cuts.from_files(
+      rest.cuts[streams.STEPS], prompts=streams.data(), rollout=ENV.rollout
+    )
+    versions = []
+    for number, completion in completions(batches):
+      own = [v for v in completion.versions if v >= 0]
+      assert number - 2 <= min(own) <= max(own) <= number
+      assert completion.turns[-1].end == len(completion.tokens)
+      versions += own
+    assert last.ledger.trained.tokens == len(versions)
+    assert last.counters.generated >= len([*completions(batches)])
+
+
+def test_a_cut_comes_back_with_what_turns_earned(tmp_path):
+  setup = streams.Setup(max_lag=2)
+  one = made(setup, tmp_path)
+  kept = [
+    cuts.from_files(files, prompts=streams.data(), rollout=ENV.rollout)
+    for files in one.cuts.values()
+  ]
+  ended = [
+    completion
+    for cut in kept
+    for group in cut.groups
+    for completion in (*group.sampled, *(r.completion for r in group.scored))
+  ]
+  assert ended and all(c.turns[-1].reward == 1.0 for c in ended)
+  for cut, files in zip(kept, one.cuts.values(), strict=True):
+    assert cuts.to_files(cut) == files
+  begun = [p for cut in kept for group in cut.groups for p in group.begun]
+  assert begun and all(v >= 0 for p in begun for v in p.versions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+  """One of a fleet."""
+
+  name: str
+  server: servers.Server
+
+  def submit(self, order) -> None:
+    self.server.submit(order)
+
+  def publish(self, policy) -> None:
+    self.server.publish(policy)
+
+
+def test_several_engines_have_conversations_like_one():
+  engines, fleet = [single.Engine(), single.Engine()], []
+  members = [
+    Member(
+      str(index),
+      servers.Server(
+        engine,
+        tester=single.Engine,
+        verify=lambda policy: None,
+        report=lambda made, index=index: fleet[0].report(index, made),
+      ),
+    )
+    for index, engine in enumerate(engines)
+  ]
+  fleet.append(fleets.Fleet(members, rows=8, stall_s=20.0))
+  fleet[0].publish(types.Policy(params=None, version=3, step=3))
+  env = single.env_of(single.Counts())
+  talks = conversing.Conversing(
+    fleet[0], env, single.PROMPTS.__getitem__, lockstep=False
+  )
+  for uid in range(4):
+    talks.add(env.request(single.PROMPTS[uid]))
+  done = {}
+  while talks.busy:
+    done |= {c.uid: c for c in talks.step(None, 3)}
+  for member in members:
+    member.server.close()
+  _, _, plain = single.talk(uids=range(4))
+  assert done.keys() == plain.keys()
+  for uid, made in done.items():
+    assert made.tokens == plain[uid].tokens and made.turns == plain[uid].turns
+  # Each went on where it began, and nobody holds anything for it any more.
+  asked = [{uid for r in e.asked for uid in r.uids} for e in engines]
+  assert all(asked) and not asked[0] & asked[1]
+  assert fleet[0]._homes == {} and fleet[0].partials() == ()

@@ -1,0 +1,279 @@
+"""Tools: what they answer, what they refuse, and what they never run."""
+
+import functools
+import json
+import time
+
+import pytest
+
+from jaxrl_post import types
+from jaxrl_post.data import tool_calls
+from jaxrl_post.envs import multi_turn, tools
+
+DOCUMENTS = {
+  "Cat": "A cat sleeps.",
+  "Dog": "A dog and a cat.",
+  "Tea": "Tea is hot, and the dog is not.",
+}
+
+
+def boom(x):
+  raise KeyError(f"no {x}\nat all")
+
+
+def refuse():
+  raise types.InputError("no such system")
+
+
+NUMBER = {"type": "object", "properties": {"x": {"type": "number"}}}
+TOOLS = tools.Tools(
+  (
+    tools.calculator(),
+    tools.search(DOCUMENTS, most=2),
+    tools.python(timeout_s=2.0),
+    tools.Tool(boom, "boom", "Raises.", NUMBER | {"required": ["x"]}),
+    tools.Tool(lambda **xs: xs, "echo", "Gives back.", NUMBER),
+    tools.Tool(refuse, "refuse", "Refuses.", {"type": "object"}),
+  ),
+  style="hermes",
+)
+
+
+def hermes(name, **arguments):
+  call = json.dumps({"name": name, "arguments": arguments})
+  return f"<tool_call>{call}</tool_call>"
+
+
+def said(text, environment=TOOLS):
+  """Returns what is said to a turn, and how many calls failed."""
+  step = environment.step(None, text)
+  assert step.messages is not None
+  return [m["content"] for m in step.messages], step.errors
+
+
+@pytest.mark.parametrize(
+  ("expression", "value"),
+  [
+    ("1 + 2 * 3", "7"),
+    ("-(2 ** 10) // 3", "-342"),
+    ("7 % 4 - +1", "2"),
+    ("1/3", "0.333333333333"),
+    ("2 ** -1", "0.5"),
+    ("1e3 * 2", "2000"),
+    (" 12*(3+4) ", "84"),
+    ("2**4095", str(2**4095)),
+    ("1 ** 999999", "1"),
+    ("0 ** 99999", "0"),
+    ("10**-9**99", "0"),
+    ("(-1) ** 99999", "-1"),
+  ],
+)
+def test_expressions_have_these_values(expression, value):
+  assert tools.calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+  "expression",
+  [
+    "9**9**9",
+    "9**9**9**9",
+    "2**4096",
+    "(2**4000)*(2**4000)",
+    "1e308*10",
+    "10.0**400",
+    "(-1)**0.5",
+    "__import__('os')",
+    "().__class__",
+    "abs(-1)",
+    "x",
+    "'a'*9",
+    "True+1",
+    "1j",
+    "1 if 1 else 2",
+    "[1]",
+    "1;2",
+    "",
+    "(" * 250,
+    "1+" * 127 + "1" * 3,
+    "-" * 250 + "1+",
+    "9" * 5000,
+    "\x00",
+  ],
+)
+def test_what_is_no_small_arithmetic_is_refused_at_once(expression):
+  begun = time.monotonic()
+  with pytest.raises(ValueError):
+    tools.calculate(expression)
+  assert time.monotonic() - begun < 0.5
+
+
+def test_division_by_zero_is_told():
+  assert said(hermes("calculator", expression="1/0")) == (
+    ["error: ZeroDivisionError: division by zero"],
+    1,
+  )
+
+
+def test_calls_of_a_turn_are_answered_in_order():
+  text = "\n".join(
+    [
+      hermes("calculator", expression="6*7"),
+      hermes("echo", x=1.5),
+      hermes("search", query="dog?"),
+    ]
+  )
+  answers, errors = said(text)
+  assert errors == 0
+  assert answers == [
+    "42",
+    '{"x": 1.5}',
+    "Dog: A dog and a cat.\nTea: Tea is hot, and the dog is not.",
+  ]
+
+
+@pytest.mark.parametrize("text", ["", "It is 42.", "tool_call"])
+def test_a_turn_without_a_call_ends_the_conversation(text):
+  assert TOOLS.step(None, text) == multi_turn.Step()
+
+
+@pytest.mark.parametrize(
+  ("text", "answer"),
+  [
+    (
+      hermes("boom", x=1),
+      "error: KeyError: 'no 1\\nat all'",
+    ),
+    (
+      hermes("boom"),
+      "error: arguments: expected 'x', got []",
+    ),
+    (
+      hermes("boom", x="1"),
+      "error: arguments.x: expected number, got '1'",
+    ),
+    (
+      hermes("boom", x=True),
+      "error: arguments.x: expected number, got True",
+    ),
+    (
+      hermes("echo", y=1),
+      "error: arguments: expected names of ['x'], got 'y'",
+    ),
+    (
+      hermes("bomb"),
+      "error: no tool 'bomb'; there are: calculator, search, python, boom, "
+      "echo, refuse",
+    ),
+  ],
+)
+def test_what_is_wrong_with_a_call_is_the_answer_to_it(text, answer):
+  assert said(text) == ([answer], 1)
+
+
+def test_a_call_that_cannot_be_read_is_answered_too():
+  (answer,), errors = said("<tool_call>{not json}</tool_call>")
+  assert answer.startswith("error: expected JSON") and errors == 1
+
+
+@pytest.mark.parametrize(
+  ("code", "answer", "errors"),
+  [
+    ("print(6 * 7)", "42\n", 0),
+    ("x = 1", "nothing printed", 0),
+    ("1 / 0", "error: RuntimeError: raised: ZeroDivisionError", 1),
+    ("while True: pass", "error: RuntimeError: timeout", 1),
+  ],
+)
+def test_programs_run_to_their_end_or_their_limit(code, answer, errors):
+  (said_,), failed = said(hermes("python", code=code))
+  assert said_.startswith(answer) and failed == errors
+
+
+def test_a_mistake_of_the_user_ends_the_run():
+  with pytest.raises(types.InputError, match="no such system"):
+    said(hermes("refuse"))
+
+
+def test_answers_are_cut_and_failures_worded_as_told():
+  short = tools.Tools(TOOLS.tools, style="hermes", max_letters=3, failure="?")
+  assert said(hermes("calculator", expression="10**9"), short) == (["100"], 0)
+  assert said(hermes("nobody"), short) == (["?"], 1)
+  (message,) = short.failed(None, "late").messages or [{}]
+  assert message["content"] == "?"
+  (message,) = TOOLS.failed(None, "late").messages or [{}]
+  assert message["content"] == "error: late"
+
+
+@pytest.mark.parametrize(
+  ("style", "text", "role"),
+  [
+    ("hermes", hermes("echo", x=1), "tool"),
+    ("llama", '{"name": "echo", "parameters": {"x": 1}}', "tool"),
+    ("gemma", "```tool_code\necho(x=1)\n```", "user"),
+    (lambda text: (tool_calls.Call("echo", {"x": 1}),), "anything", "tool"),
+  ],
+  ids=["hermes", "llama", "gemma", "own"],
+)
+def test_each_family_calls_and_hears_in_its_own_way(style, text, role):
+  step = tools.Tools(TOOLS.tools, style=style).step(None, text)
+  (message,) = step.messages or [{}]
+  assert message["role"] == role and '{"x": 1}' in message["content"]
+
+
+SCHEMA = {
+  "type": "object",
+  "properties": {
+    "n": {"type": "integer"},
+    "name": {"type": ["string", "null"]},
+    "kind": {"enum": ["a", "b"]},
+    "rows": {
+      "type": "array",
+      "items": {"type": "object", "required": ["id"]},
+    },
+    "on": {"type": "boolean"},
+  },
+}
+
+
+@pytest.mark.parametrize(
+  ("value", "fault"),
+  [
+    ({}, ""),
+    ({"n": 3, "name": None, "kind": "b", "rows": [{"id": 1}], "on": False}, ""),
+    ({"n": 3.0}, ""),
+    ({"n": 3.5}, "x.n: expected integer, got 3.5"),
+    ({"n": True}, "x.n: expected integer, got True"),
+    ({"name": 1}, "x.name: expected string or null, got 1"),
+    ({"kind": "c"}, "x.kind: expected one of ['a', 'b'], got 'c'"),
+    ({"rows": {}}, "x.rows: expected array, got {}"),
+    ({"rows": [{"id": 1}, {}]}, "x.rows[1]: expected 'id', got []"),
+    ({"on": 0}, "x.on: expected boolean, got 0"),
+    ([], "x: expected object, got []"),
+  ],
+)
+def test_arguments_are_as_their_schema_says(value, fault):
+  assert tools.mismatch(SCHEMA, value, "x") == fault
+
+
+def test_names_beyond_the_schema_may_be_allowed():
+  open_ = SCHEMA | {"additionalProperties": True}
+  assert tools.mismatch(open_, {"other": 1}, "x") == ""
+
+
+def test_rare_words_find_more_than_common_ones():
+  assert tools.find("a hot dog", DOCUMENTS, 1).startswith("Tea")
+  assert tools.find("nothing of it", DOCUMENTS, 1).startswith("nothing found")
+  assert tools.find("CAT", DOCUMENTS, 3).split("\n") == [
+    "Cat: A cat sleeps.",
+    "Dog: A dog and a cat.",
+  ]
+
+
+def test_tools_that_are_none_are_refused():
+  with pytest.raises(types.InputError, match="of type object for f"):
+    tools.Tool(functools.partial(boom), "f", "", {"type": "string"})
+  for given in ((), (TOOLS.tools[0], TOOLS.tools[0])):
+    with pytest.raises(types.InputError, match="tools of different names"):
+      tools.Tools(given, style="hermes")
+  with pytest.raises(types.InputError, match="style: expected one of"):
+    tools.Tools(TOOLS.tools, style="own")
