@@ -33,7 +33,7 @@ from jaxrl_post.data import dataset, difficulty, parquet
 from jaxrl_post.envs import evaluate, schedule
 from jaxrl_post.models import decoder
 from jaxrl_post.placement import mesh
-from jaxrl_post.rewards import number, pool
+from jaxrl_post.rewards import number, pool, shaping
 from jaxrl_post.runtime import checkpoint
 from jaxrl_post.sampling import engine
 from jaxrl_post.training import optim
@@ -47,15 +47,6 @@ def correct(rollout: types.Rollout, reference: str) -> float:
   answers = _ANSWER.findall(rollout.text)
   last = dataclasses.replace(rollout, text=answers[-1] if answers else "")
   return 2.0 * number.number(last, reference) - 1.0
-
-
-def overlong(
-  rollout: types.Rollout, reference: str, *, most: int, margin: int
-) -> float:
-  """Scores 0 up to `most - margin` tokens, and -1 for `most`."""
-  del reference
-  length = len(rollout.completion.tokens)
-  return dapo.overlong_penalty(length, most=most, margin=margin)
 
 
 def _problems(name: str) -> parquet.Parquet:
@@ -81,7 +72,7 @@ def get_config() -> config.Run:
     rewards=pool.Rewards(
       functions=(
         correct,
-        functools.partial(overlong, most=_MOST, margin=_MARGIN),
+        functools.partial(shaping.overlong, most=_MOST, margin=_MARGIN),
       ),
       workers=4,
       on_failure="mask",

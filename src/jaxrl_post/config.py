@@ -309,7 +309,7 @@ def _check_leaves(node: Any, prefix: str) -> None:
   hints = typing.get_type_hints(type(node))
   for field in dataclasses.fields(node):
     value, name = getattr(node, field.name), f"{prefix}{field.name}"
-    if dataclasses.is_dataclass(value):
+    if assign.is_group(value):
       _check_leaves(value, f"{name}.")
     if isinstance(value, float) and not math.isfinite(value):
       raise types.InputError(
@@ -434,7 +434,7 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
   found = {}
   for field in dataclasses.fields(node):
     value, name = getattr(node, field.name), f"{prefix}{field.name}"
-    if dataclasses.is_dataclass(value):
+    if assign.is_group(value):
       found.update(leaves(value, f"{name}."))
     else:
       found[name] = value
@@ -446,7 +446,7 @@ def to_json(node: Any) -> Any:
 
   A class that could be another one, such as an algorithm, is named by `class`.
   """
-  if dataclasses.is_dataclass(node):
+  if assign.is_group(node):
     names = [f.name for f in dataclasses.fields(node)]
     fields = {name: to_json(getattr(node, name)) for name in names}
     kind = type(node)
@@ -477,7 +477,7 @@ def classes(node: Any, prefix: str = "") -> dict[str, str]:
   hints = typing.get_type_hints(type(node))
   for field in dataclasses.fields(node):
     value, name = getattr(node, field.name), f"{prefix}{field.name}"
-    if dataclasses.is_dataclass(value):
+    if assign.is_group(value):
       if hints[field.name] is not type(value):
         kind = type(value)
         found[name] = f"{kind.__module__}:{kind.__qualname__}"
@@ -495,6 +495,6 @@ def describe(run: Run) -> str:
 def _show(value: Any) -> str:
   if isinstance(value, tuple):
     return f"({', '.join(_show(v) for v in value)})"
-  if dataclasses.is_dataclass(value):
+  if assign.is_group(value):
     return f"{type(value).__name__}{_show(tuple(leaves(value).values()))}"
   return _function_name(value) if callable(value) else repr(value)

@@ -349,6 +349,9 @@ def tester(
           return {}
         place = f"eval/{name}/" if name else "eval/"
         found |= {f"{place}{key}": value for key, value in values.items()}
+    if "eval/reward" not in found:
+      each = [found[f"eval/{name}/reward"] for name in held_out]
+      found["eval/reward"] = sum(each) / len(each)
     return found
 
   def test(policy: types.Policy, step: int) -> dict[str, float]:

@@ -257,6 +257,7 @@ def test_c120_sets_have_metrics_of_their_own(tmp_path):
   *shown, last = end.out.splitlines()
   found = json.loads(last)
   assert found["eval/low/rollouts"] == 24
+  assert found["eval/reward"] == pytest.approx(0.85)
   assert found["eval/all/rollouts"] == 40
   for k in (1, 2, 4):
     assert found[f"eval/low/pass@{k}"] == 1.0

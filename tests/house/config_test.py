@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxrl_post import config
+from jaxrl_post.runtime import assign
 from tests.house import source
 
 MAX_LEAVES = 120
@@ -25,7 +26,7 @@ def left_out(node: Any, prefix: str = "") -> set[str]:
   found, hints = set(), typing.get_type_hints(type(node))
   for field in dataclasses.fields(node):
     value, name = getattr(node, field.name), f"{prefix}{field.name}"
-    if dataclasses.is_dataclass(value):
+    if assign.is_group(value):
       found |= left_out(value, f"{name}.")
     elif value is None:
       kinds = typing.get_args(hints[field.name])

@@ -22,6 +22,7 @@ from jaxrl_post.algos import (
   reducers,
 )
 from jaxrl_post.data import dataset, sources
+from jaxrl_post.envs import multi_turn
 from jaxrl_post.models import decoder, transformer
 from jaxrl_post.placement import settings
 from jaxrl_post.rewards import pool
@@ -296,6 +297,7 @@ def test_a_pair_that_is_no_pair_is_refused():
 FILE = """
 from jaxrl_post import config
 from jaxrl_post.data import dataset, sources
+from jaxrl_post.envs import multi_turn
 from tests.unit import config_test as here
 
 def get_config():
@@ -431,3 +433,21 @@ def test_the_best_by_an_evaluation_needs_held_out_prompts():
   assert dataclasses.replace(run, checkpoint=best).checkpoint == best
   with pytest.raises(types.InputError, match="checkpoint.best_by: expected no"):
     dataclasses.replace(experiment.get_config(), checkpoint=best)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess:
+  """An environment that is a record, made without arguments."""
+
+  schemas = ()
+  most: int = 100
+
+
+def test_a_class_is_a_value_and_no_group_of_settings():
+  run = tiny(env=multi_turn.Conversation(environment=Guess))
+  assert config.leaves(run)["env.environment"] is Guess
+  name = f"{Guess.__module__}:Guess"
+  assert config.to_json(run)["env"]["environment"] == name
+  assert f"env.environment = {name}" in config.describe(run)
+  with pytest.raises(types.InputError, match="env.environment"):
+    config.override(run, ["env.environment.most=3"])

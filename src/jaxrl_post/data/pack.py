@@ -444,13 +444,13 @@ def _tokens(
 def _earned(made: types.Completion, newest_only: bool) -> list[float]:
   """Returns what each token has earned: a turn's reward is at its last one.
 
-  Where that does not train, at the next that does: no reward is lost.
+  Where that does not train, at the next that does, or else the last: no reward
+  is lost.
   """
   earned = [0.0] * len(made.tokens)
   least = max(made.versions, default=0) if newest_only else 0
+  trained = [i for i, v in enumerate(made.versions) if v >= least]
   for turn in made.turns:
-    at = turn.end - 1
-    while made.versions[at] < least:
-      at += 1
-    earned[at] += turn.reward
+    later = (i for i in trained if i >= turn.end - 1)
+    earned[next(later, trained[-1])] += turn.reward
   return earned

@@ -14,6 +14,11 @@ from typing import Any
 from jaxrl_post import types
 
 
+def is_group(value: Any) -> bool:
+  """Says whether a value has settings below it: a record, and not its class."""
+  return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def near(name: str, known: Sequence[str]) -> str:
   """Returns a question whether another name was meant, or nothing."""
   close = difflib.get_close_matches(name, known, 1)
@@ -57,9 +62,9 @@ def replace(
     left_out = {path: text.lower() for path, text in rest.items()}
     if left_out == {(): "none"} and type(None) in typing.get_args(hint):
       changes[head] = None  # A group may be left out as a whole.
-    elif () in rest and (dataclasses.is_dataclass(child) or len(rest) > 1):
+    elif () in rest and (is_group(child) or len(rest) > 1):
       raise types.InputError(_not_whole(name, rest[()], child, hint))
-    elif dataclasses.is_dataclass(child):
+    elif is_group(child):
       changes[head] = replace(child, rest, f"{name}.")
     elif () in rest:
       changes[head] = _parse(rest[()], hint, place)
@@ -119,7 +124,7 @@ def _begun(annotation: Any, names: set[str]) -> Any:
 
 def _not_whole(name: str, text: str, child: Any, annotation: Any) -> str:
   """Refuses an edit of a group as a whole, or of leaf and group at once."""
-  if not dataclasses.is_dataclass(child):
+  if not is_group(child):
     return (
       f"--set {name}: expected a value or settings in it, got {text!r} and "
       "settings in it. Leave one of them out."

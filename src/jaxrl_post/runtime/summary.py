@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 
 from jaxrl_post.runtime import history, log, progress
@@ -38,7 +39,8 @@ def text(rows: Sequence[history.Row]) -> str:
     progress.curve(rewards, first=int(history.number(steps[0], "step"))),
     "",
   ]
-  for name in sorted({n for row in tests for n in row if "eval/reward" in n}):
+  held_out = re.compile(r"eval/(.+/)?reward")
+  for name in sorted({n for row in tests for n in row if held_out.match(n)}):
     ends = [tests[0], tests[-1]] if len(tests) > 1 else tests
     shown = ", ".join(
       f"{history.number(row, name):.3f} after step {row['step']}"
