@@ -164,7 +164,7 @@ def _whole(weights: Sequence[float]) -> list[int]:
     raise types.InputError(
       "data.weights: expected ratios that come out even within "
       f"{MAX_PERIOD} draws, got {tuple(weights)}. Round them: 2 and 1 instead "
-      "of 0.6666667 and 0.3333333. Without any they are the sizes of the sources."
+      "of 0.6666667 and 0.3333333. The sizes of the sources are the default."
     )
   return whole
 
