@@ -358,7 +358,8 @@ def _write_tokenizer(
         shutil.copyfile(safetensors_io.contained(source, name), made / name)
   else:
     backend = tokenizer.backend
-    backend.save(str(made / "tokenizer.json"))
+    text = backend.to_str(pretty=True)
+    (made / "tokenizer.json").write_text(text, encoding="utf-8")
     settings = {
       "add_bos_token": tokenizer.bos_id is not None,
       "chat_template": tokenizer.template,

@@ -198,5 +198,9 @@ def test_a_mean_of_nothing_is_null_in_an_evaluation(capsys, monkeypatch):
   monkeypatch.setattr(main.loop, "test_newest", lambda *_: found)
   cfg = runs.configured(exp="with_held_out")
   main._eval(hosts_lib.Hosts(), cfg, prepare.prepare(cfg))
-  line = '{"eval/missing": 10.0, "eval/reward": null, "step": 3}\n'
-  assert capsys.readouterr().out == line
+  *shown, last = capsys.readouterr().out.splitlines()
+  assert last == '{"eval/missing": 10.0, "eval/reward": null, "step": 3}'
+  assert [line.split() for line in shown] == [
+    ["missing", "10"],
+    ["reward", "nan"],
+  ]

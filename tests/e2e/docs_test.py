@@ -20,7 +20,8 @@ def test_the_custom_loop_learns_in_at_most_40_lines():
 
 def test_five_lines_sample_a_model_from_a_folder(tmp_path, monkeypatch, capsys):
   text = (source.ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
-  (code,) = docs_test.blocks(text)
+  code, tools = docs_test.blocks(text)
+  exec(compile(tools, "docs/sampling.md", "exec"), {})
   assert len([line for line in code.splitlines() if line]) <= 5
   folder = tmp_path / "path" / "to" / "folder"
   tiny_folder.write(folder, "qwen2", max_position_embeddings=1024)

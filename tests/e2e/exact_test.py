@@ -93,8 +93,8 @@ def oldest(group: types.Group) -> int:
   ("settings", "steps"),
   [
     (("max_lag=4", *FIXED), (2, 4)),
-    (("max_lag=2", *DRAINED), (2,)),
-    (("max_lag=1", FILTERED, *FIXED), (4,)),
+    pytest.param(("max_lag=2", *DRAINED), (2,), marks=pytest.mark.slow),
+    pytest.param(("max_lag=1", FILTERED, *FIXED), (4,), marks=pytest.mark.slow),
   ],
 )
 def test_deterministic_runs_are_equal_and_go_on_as_if_never_stopped(
@@ -115,7 +115,14 @@ def test_c95_at_lag_zero_any_run_goes_on_as_if_never_stopped(
   assert_equal(continued(tmp_path / "one", step, "max_lag=0", *settings), one)
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute", "drain"])
+@pytest.mark.parametrize(
+  "in_flight",
+  [
+    "keep",
+    pytest.param("recompute", marks=pytest.mark.slow),
+    pytest.param("drain", marks=pytest.mark.slow),
+  ],
+)
 def test_a_free_run_loses_no_prompt_and_keeps_its_bound_when_it_goes_on(
   made, in_flight
 ):

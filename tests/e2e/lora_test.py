@@ -171,7 +171,9 @@ def test_only_what_is_named_trains(made):
 # -------------------------------------------------------------- on the disk
 
 
-@pytest.mark.parametrize("setting", [(*LORA, *CUT), ONLY])
+@pytest.mark.parametrize(
+  "setting", [(*LORA, *CUT), pytest.param(ONLY, marks=pytest.mark.slow)]
+)
 def test_c95_two_halves_equal_the_run_in_one_go(setting, made, tmp_path):
   whole = made(*setting)
   runs.train(tmp_path, "num_steps=2", *setting)

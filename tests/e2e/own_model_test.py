@@ -60,9 +60,9 @@ def same_losses(one: runs.Trained, other: runs.Trained):
   ("exp", "more"),
   [
     ("linen_plain", ()),
-    ("linen_plain", SPLIT),
-    ("linen_cached", ()),
-    ("nnx_cached", ()),
+    pytest.param("linen_plain", SPLIT, marks=pytest.mark.slow),
+    pytest.param("linen_cached", (), marks=pytest.mark.slow),
+    pytest.param("nnx_cached", (), marks=pytest.mark.slow),
     ("nnx_cached", SPLIT),
   ],
 )

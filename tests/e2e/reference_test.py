@@ -128,6 +128,7 @@ def test_a_policy_comes_closer_to_a_teacher_of_another_shape(
   assert reverse_kl(state.params, cfg) < 0.5 * start
 
 
+@pytest.mark.slow
 def test_so_it_does_by_the_teachers_most_probable_tokens(
   distilled, teacher, tmp_path
 ):

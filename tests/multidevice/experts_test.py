@@ -141,6 +141,7 @@ EIGHT = (
 )
 
 
+@pytest.mark.slow
 def test_c113_a_run_over_eight_devices_is_that_of_one(tmp_path):
   with runs.compile_cache():
     one = runs.train(tmp_path / "one", "num_steps=2", exp="moe")

@@ -213,6 +213,7 @@ def test_a_replica_gets_integers_and_scales() -> None:
     np.testing.assert_array_equal(made.leaves[name], x)
 
 
+@pytest.mark.slow
 def test_a_run_reports_what_8_bits_change_and_weighs_it(tmp_path) -> None:
   with runs.compile_cache():
     run = runs.train(

@@ -214,7 +214,9 @@ def test_routings_differ_by_the_experts_that_one_of_them_lacks():
   assert experts.differing(ids, others).tolist() == [0.0, 0.5, 1.0]
 
 
-@pytest.mark.parametrize("remat", ["layer", "dots"])
+@pytest.mark.parametrize(
+  "remat", ["layer", pytest.param("dots", marks=pytest.mark.slow)]
+)
 def test_remat_changes_memory_and_not_numbers(remat):
   def loss(params, decoder):
     logprobs, entropy = decoders.logprobs(

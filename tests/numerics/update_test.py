@@ -348,13 +348,14 @@ def test_optimizers_are_those_of_their_names(name, moments):
     name=name, moments=moments, learning_rate=0.1, weight_decay=0.5, b1=0.8
   )
   tx = optim.build(cfg, 10)
-  params, grads = {"w": jnp.full(3, 2.0)}, {"w": jnp.array([0.3, -0.4, 0.0])}
+  # A vector would not decay.
+  params, grads = {"w": jnp.full((1, 3), 2.0)}, jnp.array([[0.3, -0.4, 0.0]])
   state = tx.init(params)
   found = []
   for _ in range(2):
     with jax.numpy_dtype_promotion("standard"):
-      updates, state = tx.update(grads, state, params)
-    found.append(np.asarray(updates["w"]))
+      updates, state = tx.update({"w": grads}, state, params)
+    found.append(np.asarray(updates["w"][0]))
   g = np.array([0.3, -0.4, 0.0])
   direction = {
     "adamw": [np.sign(g), np.sign(g)],

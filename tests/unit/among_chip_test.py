@@ -75,7 +75,9 @@ def test_the_kernel_compiles_with_its_gradient(
   assert made.compile().as_text().count(_KERNEL) == 3
 
 
-@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(
+  "chip", ["v5e:2x2", *map(_rarely, ["v5p:2x2x1", "v6e:2x2"])]
+)
 def test_keys_of_a_long_row_go_round_a_slice(chip):
   devices, length = topology_test.slices(chip)[:4], 4 * among._MOST
   mesh = meshes.build(meshes.TrainingAxes(fsdp=1, context=4), devices)

@@ -96,7 +96,11 @@ def _requests(lengths=(1, 23, 9, 4)):
 
 @pytest.mark.parametrize(
   "sizes",
-  [{"page": 1}, {"page": 4, "rows": 4}, {"page": 32, "prefill_tokens": 7}],
+  [
+    pytest.param({"page": 1}, marks=pytest.mark.slow),
+    {"page": 4, "rows": 4},
+    {"page": 32, "prefill_tokens": 7},
+  ],
   ids=str,
 )
 def test_decode_is_the_forward_with_a_window_shorter_than_all(sizes):

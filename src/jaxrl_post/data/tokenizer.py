@@ -367,7 +367,15 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
       f"got {str(folder)!r}. Save the tokenizer with transformers' "
       "save_pretrained."
     )
-  backend = tokenizers.Tokenizer.from_file(str(file))
+  try:
+    backend = tokenizers.Tokenizer.from_file(str(file))
+  except BaseException as error:  # Purpose: it raises Exception itself.
+    if type(error) is not Exception:
+      raise
+    raise types.InputError(
+      f"{file}: expected a tokenizer, got one that cannot be read ({error}). "
+      "Save it anew, or update the package tokenizers."
+    ) from error
   # Files saved while training keep a length that prompts would be cut to.
   backend.no_truncation()
   backend.no_padding()

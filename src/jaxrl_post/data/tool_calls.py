@@ -34,7 +34,9 @@ _EXCERPT = 200  # characters of what could not be read, and of why
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = "<|python_tag|>"
 _FENCE = re.compile(r"^```tool_code[ \t]*$\n?", re.MULTILINE)
-_END_FENCE = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
+_END_FENCE = re.compile(
+  r"^[ \t]*```(?:<end_of_turn>|<eos>)?[ \t]*$", re.MULTILINE
+)
 _PLACE = "<tool call>"
 # Python warns of "\\d" in what a model wrote: no news for the user of a run.
 warnings.filterwarnings("ignore", module=_PLACE)

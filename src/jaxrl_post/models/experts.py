@@ -145,7 +145,8 @@ def on(mesh: jax.sharding.Mesh, rules: Mapping[str, str], tokens: jax.P) -> Mix:
     tokens: how rows and positions lie.
 
   Returns:
-    What computes them. Values and gradients are those of `portable`.
+    What computes them. Values and gradients are those of `portable`, but for
+    rounding: sums over devices are in the dtype of what goes in.
   """
 
   def axis(name: str) -> str | None:

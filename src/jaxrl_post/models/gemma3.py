@@ -28,6 +28,7 @@ _DEFAULTS = {
   "tie_word_embeddings": True,
   "vocab_size": 262208,
 }
+_NULLED = ("sliding_window",)
 # Fields of other families.
 _NOT_ITS = {"hidden_act", "use_sliding_window"}
 # What is read here and not with the fields of all families.
@@ -45,14 +46,17 @@ def config(hf: Mapping[str, Any]) -> transformer.Config:
   hf_format.only(hf, "final_logit_softcapping", None)
   hf_format.only(hf, "hidden_activation", "gelu_pytorch_tanh", None)
   hf_format.only(hf, "use_bidirectional_attention", False, None)
-  hf = {**_DEFAULTS, **hf}
+  # A field that is null has its default, as one that is missing; a window that
+  # is null would be none.
+  given = {k: v for k, v in hf.items() if v is not None or k in _NULLED}
+  hf = {**_DEFAULTS, **given}
   near, whole = _rotary(hf)
   shared = {name: value for name, value in hf.items() if name not in _OWN}
   cfg = hf_format.decoder({**shared, "rope_parameters": whole}, qk_norm=True)
   theta, scaling = hf_format.rope({"rope_parameters": near})
   if scaling is not None:
     place = "rope_parameters.sliding_attention.rope_type"
-    raise hf_format.refusal(place, "'default'", near["rope_type"])
+    raise hf_format.refusal(place, "'default'", "one that scales")
   kinds = hf.get("layer_types")
   if kinds is None:
     every = hf_format.integer(hf, "sliding_window_pattern")

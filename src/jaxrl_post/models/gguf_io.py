@@ -91,7 +91,10 @@ def _config(metadata: dict[str, Any], names: set[str]) -> dict[str, Any]:
   if get("expert_count"):
     raise hf_format.refusal(f"{kind}.expert_count", "none", get("expert_count"))
   if get("rope.scaling.type") not in (None, "none"):
-    hf["rope_scaling"] = {"rope_type": get("rope.scaling.type")}
+    hf["rope_scaling"] = {
+      "rope_type": get("rope.scaling.type"),
+      "factor": get("rope.scaling.factor"),
+    }
   return hf
 
 

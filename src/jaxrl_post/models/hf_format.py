@@ -291,6 +291,8 @@ _KINDS = (
   ("layer_types", list, "a list"),
   ("max_window_layers", int, "a whole number"),
   ("tie_word_embeddings", bool, "true or false"),
+  ("norm_topk_prob", bool, "true or false"),
+  ("use_sliding_window", bool, "true or false"),
 )
 
 

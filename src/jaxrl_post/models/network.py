@@ -104,9 +104,14 @@ def weight(
     )
   if names is None:
     return specs.Weight(given.shape, (specs.ANY,) * len(given.shape))
+  if len(names) > len(given.shape):
+    raise types.InputError(
+      f"model: expected a name for each of the {len(given.shape)} dims of "
+      f"{name}, got {tuple(names)}. Leave out what is too many."
+    )
   axes = (*names, *(None,) * (len(given.shape) - len(names)))
   for axis in axes:
-    if axis is not None and axis not in AXES:
+    if axis is not None and axis not in tuple(AXES):
       raise types.InputError(
         f"model: expected names of {', '.join(AXES)} for the dims of {name}, "
         f"got {axis!r}. Use one of them, or None."
@@ -285,6 +290,8 @@ def probe(network: Network, params: types.Tree) -> None:
 
   @jax.jit
   def differences(params: types.Tree) -> tuple[jax.Array, ...]:
+    # Weights that begin as zeros would hide what reads them.
+    params = _moved(params)
     one, other = network.states(params, *_whole(network))
     ahead = jnp.max(jnp.abs(one[:-1] - other[:-1]))
     apart = jnp.zeros(())
@@ -305,6 +312,17 @@ def probe(network: Network, params: types.Tree) -> None:
       f"outputs that differ by {apart:.3g} (the largest is {most:.3g}). See "
       "that positions and cache follow the token."
     )
+
+
+def _moved(params: types.Tree) -> types.Tree:
+  """Returns weights that are all a little off."""
+  flat, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(0), len(flat))
+  moved = [
+    w + 0.02 * jax.random.normal(key, w.shape, w.dtype)
+    for w, key in zip(flat, keys, strict=True)
+  ]
+  return jax.tree.unflatten(tree, moved)
 
 
 def _tokens(network: Network) -> np.ndarray:

@@ -382,7 +382,8 @@ def forward(
       case layers are unrolled and not scanned: compiling takes longer, and no
       step copies a layer's weights out of the stack.
     cfg: shape of the decoder.
-    tokens: ids below `cfg.vocab_size`; a larger id gives NaN, not a neighbour.
+    tokens: ids from 0, below `cfg.vocab_size`; a larger id gives NaN, not a
+      neighbour.
     positions: place of each token in its own sequence, from 0.
     segment_ids: tokens attend to earlier tokens of the same segment only.
       Ignored with `attend`, as is what follows.
