@@ -44,8 +44,8 @@ EXAMPLE = json.dumps({"completion": "42", "reference": 42, "reward": 1})
 def test_a_reward_that_keeps_the_contract_exits_0(file, capsys):
   assert check.main([f"{file}:good", f"--example={EXAMPLE}"]) == 0
   out = capsys.readouterr().out
-  assert "0 of 15 cases break the contract" in out
-  assert out.count(" ok ") == 15 and "BAD" not in out
+  assert "0 of 18 cases break the contract" in out
+  assert out.count(" ok ") == 18 and "BAD" not in out
   assert [line.split()[1] for line in out.splitlines()[1:2]] == ["1"]
 
 
@@ -95,6 +95,11 @@ def test_no_reward_is_within_the_contract(file, capsys):
     (["FILE:good", "--example=[]"], "expected a JSON object"),
     (["FILE:good", "--example={"], "expected a JSON object"),
     (["FILE:good", '--example={"text": 1}'], "expected a JSON object"),
+    (["FILE:good", '--example={"prompt": null}'], "prompt: expected text"),
+    (["FILE:good", '--example={"completion": 3}'], "completion: expected te"),
+    (["FILE:good", '--example={"reward": "x"}'], "reward: expected a number"),
+    (["FILE:good", '--example={"reward": 1e16}'], "reward: expected a number"),
+    (["FILE:good", "--example=" + "[" * 10**5], "expected a JSON object"),
     (["FILE:good", "--timeout_s=0"], "rewards.timeout_s: expected"),
   ],
 )
@@ -104,6 +109,37 @@ def test_a_wrong_input_is_one_line_and_exits_2(arguments, said, file, capsys):
   out, err = capsys.readouterr()
   assert out == "" and err.count("\n") == 1
   assert err.startswith("error: ") and said in err
+
+
+@pytest.mark.parametrize(
+  ("source", "said"),
+  [
+    ("wrong_name", "got NameError: name 'wrong_name' is not defined."),
+    ("{}['a key']", "got KeyError: 'a key'."),
+    ("raise SystemExit(0)", "got SystemExit: 0."),
+  ],
+)
+def test_a_file_that_raises_is_one_line_and_exits_2(
+  source, said, tmp_path, capsys
+):
+  path = tmp_path / "raises.py"
+  path.write_text(f"{source}\n")
+  assert check.main([f"{path}:good"]) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.count("\n") == 1 and said in err
+
+
+def test_a_worker_that_does_not_start_is_one_line_and_exits_2(tmp_path, capsys):
+  path = tmp_path / "there.py"
+  path.write_text(
+    "import multiprocessing\n"
+    "if multiprocessing.parent_process(): raise KeyError\n"
+    "def good(rollout, reference): return 1.0\n"
+  )
+  assert check.main([f"{path}:good"]) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.count("\n") == 1
+  assert err.startswith("error: reward pool: expected 1 workers")
 
 
 def test_rewards_of_the_package_load_by_their_module():

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import http.server
+import inspect
 import itertools
 import json
 import socket
@@ -47,6 +48,8 @@ class Server:
         pass
 
     self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    self._server.over = threading.Event()
+    self._server.daemon_threads = True
     self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
 
   def __enter__(self):
@@ -54,6 +57,7 @@ class Server:
     return self
 
   def __exit__(self, *_):
+    self._server.over.set()
     self._server.shutdown()
     self._server.server_close()
 
@@ -84,6 +88,15 @@ def cut(handler, body):
   handler.wfile.write(b'{"a"')
   handler.wfile.flush()
   handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def stall(handler, body, *, status=503):
+  """Says that it fails, and never how."""
+  handler.send_response(status)
+  handler.send_header("Content-Length", "100")
+  handler.end_headers()
+  handler.wfile.flush()
+  handler.server.over.wait(60)
 
 
 def drip(handler, body):
@@ -122,7 +135,16 @@ def post(server, **options):
 
 
 @pytest.mark.parametrize(
-  "first", [(503, {}), (429, {}, {"Retry-After": "0"}), (500, b""), drop, cut]
+  "first",
+  [
+    (503, {}),
+    (429, {}, {"Retry-After": "0"}),
+    (500, b""),
+    (529, b""),
+    drop,
+    cut,
+    stall,
+  ],
 )
 def test_what_may_pass_is_tried_again(first):
   with Server([first, (200, {"y": 2})]) as server:
@@ -137,6 +159,27 @@ def test_attempts_end():
   ):
     post(server)
   assert len(server.asked) == 3
+
+
+def test_a_redirection_is_not_followed_with_the_key():
+  with Server([(200, {"y": 2})] * 3) as other:
+    for status in (301, 302, 303, 307, 308):
+      moved = status, b"", {"Location": other.url}
+      with (
+        Server([moved]) as server,
+        pytest.raises(types.InputError, match=f"{status}.* to {other.url}"),
+      ):
+        post(server, headers={"Authorization": "Bearer secret"})
+      assert len(server.asked) == 1
+  assert not other.asked
+
+
+def test_a_refusal_whose_reason_never_comes_is_told():
+  with (
+    Server([functools.partial(stall, status=400)]) as server,
+    pytest.raises(types.RunError, match="got status 400"),
+  ):
+    post(server, deadline_s=1.0)
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
@@ -204,7 +247,11 @@ def test_a_body_that_is_no_json_is_refused():
       client.post("http://x", value, deadline_s=1.0, attempts=1, seed="0")
 
 
-@pytest.mark.parametrize("url", ["", "x", "ftp://x", "http://", "http:/x"])
+@pytest.mark.parametrize(
+  "url",
+  ["", "x", "ftp://x", "http://", "http:/x"]
+  + ["http://[::1", "http://x:y", "http://x:99999", "http://a..b"],
+)
 def test_what_is_no_address_is_refused(url):
   with pytest.raises(types.InputError, match="^a place: expected http://HOST"):
     client.check_url("a place", url)
@@ -352,6 +399,21 @@ def test_judgements_of_a_batch_are_under_way_together():
     with pools.Pool(cfg) as pool:
       made = [f.result(timeout=90) for f in pool.submit_all(rollouts)]
   assert [r.reward for r in made] == [uid / 10 for uid in range(6)]
+
+
+def test_requests_end_before_the_pool_ends_their_worker():
+  longest = pools.Rewards(functions=(http_reward.scored,)).timeout_s
+  asked = inspect.signature(http_reward.scored).parameters["deadline_s"]
+  who = judge.Judge(url="http://x", model="m")
+  assert who.deadline_s < longest and asked.default < longest
+
+
+def test_a_long_verdict_is_read_in_linear_time():
+  who = judge.Judge(url="http://x", model="m")
+  began = time.process_time()
+  with pytest.raises(types.RunError, match="expected a score"):
+    judge.score("Score:" + " " * 10**5, who)
+  assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 r"""Rewards for words and letters, and penalties; what earns what."""
 
 import functools
+import time
 
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.rewards import choice, shaping, text
+from jaxrl_post.rewards import choice, code, math, number, shaping, text
 from tests.unit import pool_test
 
 
@@ -171,3 +172,36 @@ def test_a_repeated_run_is_punished_by_its_share(tokens, size, expected):
 def test_a_run_of_no_token_is_refused():
   with pytest.raises(types.InputError, match="size >= 1, got 0"):
     shaping.repetition(of_tokens(), None, size=0)
+
+
+# --------------------------------------------------------- all that read text
+
+WIDE = 10**5
+BLANK = " " * WIDE
+
+
+@pytest.mark.parametrize(
+  "words",
+  [
+    "answer:" + "*" * WIDE,
+    "answer" + " :" * WIDE,
+    f"answer is A{BLANK}x",
+    "\\text{" * WIDE,
+    f"\\boxed{BLANK}x",
+    f"\\boxed{{1{BLANK}1}}",
+    f"#### 1{BLANK}x",
+    f"```{BLANK}",
+    "```" + "a" * WIDE,
+    "1,111" * WIDE,
+  ],
+  ids=lambda words: words[:12],
+)
+def test_a_long_text_is_read_in_linear_time(words):
+  given = rollout(words)
+  began = time.process_time()
+  choice.choice(given, "B")
+  number.number(given, "1")
+  text.same(given, "1")
+  math.correct(given, "1")
+  code.program(words)
+  assert time.process_time() - began < 5

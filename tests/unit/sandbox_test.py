@@ -1,10 +1,11 @@
-"""Programs in the sandbox, and what they earn; none of them is decent."""
+"""Programs in the sandbox; none of them is decent."""
 
 import errno
 import json
 import os
 import pathlib
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -12,12 +13,7 @@ import time
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.rewards import code, inside, sandbox
-from tests.unit import pool_test
-
-
-def rollout(text: str) -> types.Rollout:
-  return pool_test.rollout(text=text)
+from jaxrl_post.rewards import inside, sandbox
 
 
 def test_a_program_reads_and_prints():
@@ -108,6 +104,39 @@ REFUSED = {
     "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (5, 5))",
     "EACCES",
   ),
+  "a signal by a pipe": (
+    "import fcntl, os\nr, w = os.pipe()\n"
+    "fcntl.fcntl(r, fcntl.F_SETOWN, os.getppid())",
+    "EACCES",
+  ),
+  "another signal by a pipe": (
+    "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 10, 9)",
+    "EACCES",
+  ),
+  "a signal by a stream": (
+    "import fcntl, os, socket, struct\na, b = socket.socketpair()\n"
+    "fcntl.ioctl(a, 0x8901, struct.pack('i', os.getppid()))",
+    "EACCES",
+  ),
+  "a lock that others wait for": (
+    "import fcntl\nfcntl.flock(open('PLACE/kept'), fcntl.LOCK_EX)",
+    "EACCES",
+  ),
+  "cores of the run": (
+    "import os\np = os.getppid()\n"
+    "os.sched_setaffinity(p, os.sched_getaffinity(p))",
+    "EACCES",
+  ),
+  "priority of the run": (
+    "import os\np = os.getppid()\n"
+    "os.setpriority(os.PRIO_PROCESS, p, os.getpriority(os.PRIO_PROCESS, p))",
+    "EACCES",
+  ),
+  "schedule of the run": (
+    "import os\np = os.getppid()\n"
+    "os.sched_setscheduler(p, os.SCHED_OTHER, os.sched_param(0))",
+    "EACCES",
+  ),
   "memory of the run": (
     "import os; open(f'/proc/{os.getppid()}/mem', 'r+b')",
     "EROFS",
@@ -178,6 +207,17 @@ FORK, THREAD = 17, 0x10000 | 0x100
     ("x86_64", (257, X86, 0, 0, WRITE), "EROFS"),  # openat
     ("x86_64", (56, X86, FORK), "EAGAIN"),  # clone
     ("x86_64", (56, X86, THREAD), "allow"),
+    ("x86_64", (72, X86, 0, 1030), "allow"),  # fcntl, F_DUPFD_CLOEXEC
+    ("x86_64", (72, X86, 0, 8), "EACCES"),  # F_SETOWN
+    ("x86_64", (72, X86, 0, 15), "EACCES"),  # F_SETOWN_EX
+    ("x86_64", (72, X86, 0, 1026), "EACCES"),  # F_NOTIFY
+    ("x86_64", (16, X86, 0, 0x5401), "allow"),  # ioctl, TCGETS
+    ("x86_64", (16, X86, 0, 0x5451), "allow"),  # FIOCLEX, the last
+    ("x86_64", (16, X86, 0, 0x5412), "EACCES"),  # TIOCSTI
+    ("aarch64", (25, ARM, 0, 10), "EACCES"),  # fcntl, F_SETSIG
+    ("aarch64", (25, ARM, 0, 4), "allow"),  # F_SETFL
+    ("aarch64", (29, ARM, 0, 0x8902), "EACCES"),  # ioctl, SIOCSPGRP
+    ("aarch64", (122, ARM), "EACCES"),  # sched_setaffinity
     ("aarch64", (63, ARM), "allow"),  # read
     ("aarch64", (63, X86), "kill"),
     ("aarch64", (198, ARM), "EACCES"),  # socket
@@ -224,6 +264,34 @@ def test_another_machine_has_no_filter():
     inside._filter("riscv64")
 
 
+def test_whoever_started_a_program_lives_on():
+  # The kernel asks no more of whom a pipe signals than to have the same user.
+  program = (
+    "import fcntl, os\n"
+    "def ask(*a):\n"
+    "  try: fcntl.fcntl(*a)\n"
+    "  except OSError: pass\n"
+    "r, w = os.pipe()\n"
+    "ask(r, fcntl.F_SETOWN, os.getppid())\n"
+    "ask(r, 10, 9)\n"
+    "ask(r, fcntl.F_SETFL, os.O_ASYNC)\n"
+    "os.write(w, b'x')\n"
+  )
+  script = (
+    "from jaxrl_post.rewards import sandbox\n"
+    f"print(sandbox.run({program!r}, timeout_s=20.0).status, 'lives')\n"
+  )
+  source = str(pathlib.Path(sandbox.__file__).parents[2])
+  made = subprocess.run(
+    [sys.executable, "-c", script],
+    env=os.environ | {"PYTHONPATH": source},
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert (made.returncode, made.stdout) == (0, "done lives\n"), made.stderr
+
+
 def test_what_a_program_may():
   made = sandbox.run(
     "import asyncio, os, threading, numpy\n"
@@ -232,7 +300,8 @@ def test_what_a_program_may():
     "t = threading.Thread(target=seen.append, args=(1,)); t.start(); t.join()\n"
     "print(seen, numpy.arange(3).sum(), os.listdir(), sorted(os.environ))\n"
     "print(open('/proc/self/status').read().split('CapEff:')[1].split()[0])\n"
-    "os.kill(os.getpid(), 0)\n",
+    "os.kill(os.getpid(), 0)\n"
+    "os.set_blocking(1, True); os.set_inheritable(os.dup(1), False)\n",
     memory_mb=1000,
   )
   assert made.status == "done", made.stderr
@@ -365,110 +434,3 @@ def test_a_sandbox_that_does_not_start_is_no_fault_of_the_program(monkeypatch):
   monkeypatch.setattr(sandbox, "_SCRIPT", pathlib.Path("none.py"))
   with pytest.raises(types.RunError, match=r"to start.*none\.py"):
     sandbox.run("")
-
-
-# --------------------------------------------------------------- the reward
-
-
-@pytest.mark.parametrize(
-  ("text", "found"),
-  [
-    ("```python\nx = 1\n```", "x = 1\n"),
-    ("a\n```python\nx\n```\nb\n```py\ny\n```\nc", "y\n"),
-    ("```\nx\n```\n```text\nno\n```", "x\n"),
-    ("```bash\nls\n```", ""),
-    ("```python\nx = '```'\n```", "x = '```'\n"),
-    ("``` python\nx\n", "x\n"),
-    ("print(1)", "print(1)"),
-    ("", ""),
-  ],
-)
-def test_the_program_is_the_last_block_of_python(text, found):
-  assert code.program(text) == found
-
-
-DOUBLE = "```python\ndef f(x):\n  return 2 * x\n```"
-ASSERTS = ["assert f(1) == 2", "assert f(-3) == -6", "assert f(0) == 0"]
-
-
-@pytest.mark.parametrize(
-  ("text", "partial", "earned"),
-  [
-    (DOUBLE, False, 1.0),
-    ("def f(x): return x + x", False, 1.0),
-    ("def f(x): return abs(2 * x)", False, 0.0),
-    ("def f(x): return abs(2 * x)", True, 2 / 3),
-    ("def g(x): return 2 * x", True, 0.0),
-    ("def f(x): return", True, 0.0),
-    ("", True, 0.0),
-    ("```bash\nls\n```", True, 0.0),
-    # None of these does the task.
-    ("import os; os._exit(0)", True, 0.0),
-    ("raise SystemExit(0)", True, 0.0),
-    ("def f(x): raise SystemExit(0)", True, 0.0),
-    ("def f(x): import os; os._exit(0)", True, 0.0),
-    ("print('0\\n1\\n2\\nok\\npassed')", True, 0.0),
-    (
-      "import os\nfor fd in range(3, 9):\n  try:\n"
-      "    os.write(fd, b'0\\n1\\n2\\n')\n  except OSError: pass",
-      True,
-      0.0,
-    ),
-  ],
-)
-def test_a_program_is_scored_by_statements(text, partial, earned):
-  given = rollout(text)
-  assert code.passed(given, ASSERTS, partial=partial) == earned
-
-
-def test_a_test_that_hangs_leaves_those_before_it():
-  text = "def f(x):\n  while x == -3: pass\n  return 2 * x"
-  made = code.passed(rollout(text), ASSERTS, partial=True, timeout_s=0.5)
-  assert made == 1 / 3
-
-
-SUMS = [
-  {"input": "1 2\n", "output": "3\n"},
-  {"input": "-1 1\n", "output": "0"},
-]
-
-
-@pytest.mark.parametrize(
-  ("text", "partial", "earned"),
-  [
-    ("print(sum(map(int, input().split())))", False, 1.0),
-    (
-      "if __name__ == '__main__':\n  print(eval(input().replace(' ', '+')))",
-      False,
-      1.0,
-    ),
-    ("print(3, ' ')", True, 0.5),
-    ("print(3)", False, 0.0),
-    ("print(3); raise ValueError", True, 0.0),
-    ("while True: print(3)", True, 0.0),
-  ],
-)
-def test_a_program_is_scored_by_what_it_prints(text, partial, earned):
-  given = rollout(text)
-  assert code.passed(given, SUMS, partial=partial) == earned
-
-
-def test_tests_may_be_json_in_a_text():
-  assert code.passed(rollout(DOUBLE), '["assert f(2) == 4"]') == 1.0
-
-
-@pytest.mark.parametrize(
-  "reference",
-  [
-    None,
-    [],
-    "f(1)",
-    ["f(1)", {}],
-    [{"input": "1"}],
-    3,
-    [{"input": 1, "output": "1"}],
-  ],
-)
-def test_a_reference_without_tests_is_refused(reference):
-  with pytest.raises(types.InputError, match="^reward code: expected a list"):
-    code.passed(rollout(DOUBLE), reference)

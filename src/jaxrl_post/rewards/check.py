@@ -4,7 +4,7 @@
 
 Asks the function about ordinary and about odd completions, in a worker process
 as a run does, and prints what came of each. Exit code 0: it keeps the contract;
-1: it does not; 2: the input was wrong.
+1: it does not; 2: the input was wrong, or no worker came up with it.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from jaxrl_post.rewards import combine, pool
 
 _KEYS = {"prompt", "completion", "reference", "reward"}
 _LONG = 200_000
+_WIDE = 20_000
 _AGAIN = "example again"
 _ODD = {
   "empty": "",
@@ -35,6 +36,10 @@ _ODD = {
   "open": "\\boxed{1 <answer> ```python\n((((",
   "braces": "{}{0}{reference} %s %(x)s \\1 $x",
   "json": '{"a": [null, NaN]}',
+  # Expressions that try each split of a run take seconds, or hours, here.
+  "stars": "answer:" + "*" * _WIDE,
+  "blanks": "```" + " " * _WIDE,
+  "blanks in a box": "\\boxed{1" + " " * _WIDE + "1}",
 }
 
 
@@ -82,7 +87,8 @@ def load(target: str) -> Callable[..., Any]:
     The function, which may be a partial.
 
   Raises:
-    types.InputError: there is no such file, module or function.
+    types.InputError: there is no such file, module or function, or importing
+      it raised, whatever it was.
   """
   place, _, name = target.rpartition(":")
   path = pathlib.Path(place)
@@ -98,7 +104,9 @@ def load(target: str) -> Callable[..., Any]:
     else:
       module = importlib.import_module(place)
     function = getattr(module, name)
-  except (ImportError, OSError, AttributeError, SyntaxError, ValueError) as e:
+  except KeyboardInterrupt:
+    raise
+  except BaseException as e:  # SystemExit too: a script, and no module
     raise types.InputError(
       f"{target}: expected FILE.py:FUNCTION or MODULE:FUNCTION, got "
       f"{combine.one_line(f'{type(e).__name__}: {e}')}. Correct it."
@@ -164,7 +172,8 @@ def check(
     A verdict a case, and one on whether a batch gives what single calls gave.
 
   Raises:
-    types.InputError: no worker could load the function.
+    types.InputError: a setting is wrong, or no worker can get the function.
+    types.RunError: a worker did not start, as its import raises there.
   """
   asked = cases(example)
   cfg = pool.Rewards(
@@ -235,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
       timeout_s=given.timeout_s,
       memory_mb=given.memory_mb,
     )
-  except types.InputError as error:
+  except (types.InputError, types.RunError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   print(table(verdicts))
@@ -247,13 +256,27 @@ def main(argv: Sequence[str]) -> int:
 def _example(text: str) -> dict[str, Any]:
   try:
     value = json.loads(text)
-  except ValueError:
+  except (ValueError, RecursionError):
     value = None
   if not isinstance(value, dict) or not value.keys() <= _KEYS:
     raise types.InputError(
       f"--example: expected a JSON object with {', '.join(sorted(_KEYS))}, or "
       f"some of them, got {combine.one_line(text, 80)}. Correct it."
     )
+  number = f"a number {combine.RANGE}, or null"
+  for key, kind, rule in (
+    ("prompt", str, "text"),
+    ("completion", str | None, "text or null"),
+    ("reward", int | float | None, number),
+  ):
+    given = value.get(key, "" if key == "prompt" else None)
+    is_number = isinstance(given, int | float)
+    is_large = is_number and abs(given) > combine.LARGEST
+    if not isinstance(given, kind) or is_large:
+      raise types.InputError(
+        f"--example: {key}: expected {rule}, got "
+        f"{combine.one_line(repr(given), 80)}. Correct it."
+      )
   return value
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from jaxrl_post import types
 from jaxrl_post.rewards import answer
 
-_DRESS = r"(?:\\(?:text|mathrm|mathbf|textbf)\s*\{|[\s*_$({\[])*"
+# Nothing of it is given back (`*+`), as a text may be nothing but dress.
+_DRESS = r"(?:\\(?:text|mathrm|mathbf|textbf)\s*\{|[\s*_$({\[])*+"
 _LETTER = rf"{_DRESS}([A-Ja-j])(?![\w'])[\s.)}}\]:*_$]*"
 # In a marked answer words may follow: `(B) Paris`, `B. Paris`, but not `a dog`.
 _MARKED = re.compile(rf"{_DRESS}(?:([A-J])(?![\w'])|([A-Ja-j])[).}}\]:]).*")

@@ -1,10 +1,11 @@
 """JSON to a server and back, within a deadline; not a reward.
 
-What may pass (no connection, a timeout, 408, 429, 5xx) is tried again after a
-pause that grows and is drawn by a seed, so that many workers do not come back
-at once and a run repeats. Nothing but the standard library.
+What may pass (no connection, a timeout, 408, 409, 425, 429, 5xx) is tried again
+after a pause that grows and is drawn by a seed, so that many workers do not
+come back at once and a run repeats. Nothing but the standard library.
 """
 
+import contextlib
 import http.client
 import json
 import random
@@ -22,19 +23,27 @@ from jaxrl_post.rewards import combine
 MAX_ANSWER = 8 * 2**20
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 8.0
-_PASSING = (408, 409, 425, 429, 500, 502, 503, 504)
-# Nothing in a request can help against these: the settings are wrong.
-_WRONG = (401, 403, 404, 405)
+_PASSING = (408, 409, 425, 429, *range(500, 600))
+# Nothing in a request can help against these: the settings are wrong. None goes
+# where a server sends it, as the key would go there, too.
+_WRONG = (*range(300, 400), 401, 403, 404, 405)
 
 
 def check_url(place: str, url: str) -> None:
   """Refuses what is no address.
 
   Raises:
-    types.InputError: it is not http or https, or names no host.
+    types.InputError: it is not http or https, or names no host, or no port
+      where one has to be.
   """
-  parts = urllib.parse.urlsplit(url)
-  if parts.scheme not in ("http", "https") or not parts.hostname:
+  try:
+    parts = urllib.parse.urlsplit(url)
+    host = parts.hostname or ""
+    host.encode("idna")
+    known = parts.scheme in ("http", "https") and host and parts.port != 0
+  except ValueError:
+    known = False
+  if not known:
     raise types.InputError(
       f"{place}: expected http://HOST... or https://HOST..., got {url!r}. "
       "Correct it."
@@ -104,26 +113,52 @@ def _attempt(
   url = request.full_url
   try:
     left = max(deadline - time.monotonic(), 0.001)
-    with urllib.request.urlopen(request, timeout=left) as response:
+    with _opener().open(request, timeout=left) as response:
       return _body(response, deadline), "", 0.0
   except urllib.error.HTTPError as error:
     with error:
-      said = combine.one_line(error.read(1000).decode(errors="replace"))
-      status = f"status {error.code} {error.reason}"
-      asked = error.headers.get("Retry-After", "")
-    if error.code in _WRONG:
-      raise types.InputError(
-        f"reward server {url}: expected status 200, got {status}. Correct the "
-        "address, or the key."
-      ) from None
-    if error.code not in _PASSING:
-      raise types.RunError(
-        f"reward server {url}: expected status 200, got {status}: {said}"
-      ) from None
-    return b"", status, float(asked) if asked.isdecimal() else 0.0
+      return b"", *_passing(url, error)
   except (OSError, http.client.HTTPException) as error:
     reason = getattr(error, "reason", error)
     return b"", combine.one_line(f"{reason}" or type(error).__name__), 0.0
+
+
+def _opener() -> urllib.request.OpenerDirector:
+  """Returns what opens addresses as they are: no redirection is followed."""
+  opener = urllib.request.OpenerDirector()
+  for handler in (
+    urllib.request.ProxyHandler(),
+    urllib.request.HTTPHandler(),
+    urllib.request.HTTPSHandler(),
+    urllib.request.HTTPDefaultErrorHandler(),
+    urllib.request.HTTPErrorProcessor(),
+    urllib.request.UnknownHandler(),
+  ):
+    opener.add_handler(handler)
+  return opener
+
+
+def _passing(url: str, error: urllib.error.HTTPError) -> tuple[str, float]:
+  """Returns a status that may pass, and how long to wait; raises another."""
+  status = combine.one_line(f"status {error.code} {error.reason}")
+  if error.code in _PASSING:  # Its body may never come.
+    asked = error.headers.get("Retry-After", "")
+    return status, float(asked) if asked.isdecimal() else 0.0
+  if error.code in _WRONG:
+    place = error.headers.get("Location")
+    place = f" to {combine.one_line(place)}" if place else ""
+    raise types.InputError(
+      f"reward server {url}: expected status 200, got {status}{place}. Correct "
+      "the address, or the key."
+    ) from None
+  said, response = b"", error.fp
+  with contextlib.suppress(OSError, http.client.HTTPException):
+    if isinstance(response, http.client.HTTPResponse):
+      said = response.read1(1000)
+  raise types.RunError(
+    f"reward server {url}: expected status 200, got {status}: "
+    f"{combine.one_line(said.decode(errors='replace'))}"
+  ) from None
 
 
 def _body(response: http.client.HTTPResponse, deadline: float) -> bytes:

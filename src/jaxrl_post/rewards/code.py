@@ -2,13 +2,14 @@
 
 Programs run in `sandbox.run`, which needs Linux on x86_64 or aarch64 unless
 `isolation="limits"`. A worker waits while one runs: as many at a time as
-`rewards.workers`, each for at most `timeout_s`, to which Python's start adds a
-fraction of a second a process. So `rewards.timeout_s` has to be larger.
+`rewards.workers`, each for at most `timeout_s`, which Python's start does not
+count towards: about 0.1 s a process, more on a busy host. So that
+`rewards.timeout_s` has to be at least `timeout_s` + starts x the time of one:
+one start for statements, and one a test for inputs and outputs.
 """
 
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from jaxrl_post.rewards import sandbox
 
 # A block that never closes goes on to the end of the text.
 _BLOCK = re.compile(
-  r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)",
+  r"^[ \t]*```[ \t]*+(\w*+)[^\n]*+\n(.*?)(?:^[ \t]*```|\Z)",
   re.DOTALL | re.MULTILINE,
 )
 _LANGUAGES = ("python", "py", "python3", "")
@@ -54,7 +55,8 @@ def passed(
       after another behind the program; or a list of `{"input", "output"}`, for
       each of which the program runs anew. Or either as JSON in a text.
     partial: whether some passed tests count.
-    timeout_s: for all tests of the completion together, in seconds.
+    timeout_s: for all tests of the completion together, in seconds, without
+      the starts of Python.
     memory_mb: most address space of a program, in MiB.
     isolation: as in `sandbox.run`.
 
@@ -78,29 +80,30 @@ def passed(
   else:
     results, left = [], timeout_s
     for test in tests:
-      began = time.monotonic()
-      results.append(_prints(source, test, left, limits))
-      left -= time.monotonic() - began
+      ended = _ran(source, test, left, limits)
+      results.append(ended.status == "done" and _prints(ended, test))
+      left -= ended.seconds
       if left <= 0 or not (partial or results[-1]):
         break
   share = sum(results) / len(tests)
   return share if partial else float(share == 1.0)
 
 
-def _prints(
+def _ran(
   source: str, test: Mapping[str, str], left: float, limits: dict[str, Any]
-) -> bool:
+) -> sandbox.Result:
   size = len(test["output"].encode()) // 1024
-  ended = sandbox.run(
+  return sandbox.run(
     source,
     stdin=test["input"],
     timeout_s=left,
     output_kb=64 + 2 * size,
     **limits,
   )
-  return ended.status == "done" and _lines(ended.stdout) == _lines(
-    test["output"]
-  )
+
+
+def _prints(ended: sandbox.Result, test: Mapping[str, str]) -> bool:
+  return _lines(ended.stdout) == _lines(test["output"])
 
 
 def _lines(text: str) -> list[str]:

@@ -33,6 +33,18 @@ _NEWEST = 440
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _THREAD = 0x10000
 _NO_STREAM = 0b1110
+# What Python asks of descriptors. Among the rest is who gets their signals,
+# which the kernel lets a program say of any process of its user.
+_FCNTL = (0, 1, 2, 3, 4, 1030)  # F_DUPFD to F_SETFL, F_DUPFD_CLOEXEC
+_IOCTL = (
+  0x5401,  # TCGETS
+  0x802C542A,  # TCGETS2
+  0x5413,  # TIOCGWINSZ
+  0x541B,  # FIONREAD
+  0x5421,  # FIONBIO
+  0x5450,  # FIONCLEX
+  0x5451,  # FIOCLEX
+)
 # System calls that are refused: numbers on x86_64 and on aarch64.
 _REFUSED = {
   errno.EACCES: {  # networks, and what talks to other processes
@@ -67,6 +79,16 @@ _REFUSED = {
     "keyctl": (250, 219),
     "add_key": (248, 217),
     "request_key": (249, 218),
+    "flock": (73, 32),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "process_madvise": (440, 440),
   },
   errno.EAGAIN: {  # new processes
     "fork": (57, None),
@@ -204,27 +226,41 @@ def _filter(machine: str) -> bytes:
       if numbers[place] is not None:
         steps.append((_EQUAL, 0, 1, numbers[place]))
         steps.append((_RETURN, 0, 0, _ERRNO | number))
-  # Some are refused by an argument: by a bit of it, or as it is another number.
-  me = os.getpid()
-  for numbers, argument, test, allowed, value, number in (
-    ((2, None), 1, _ANY_BIT, False, _WRITES, errno.EROFS),  # open
-    ((257, 56), 2, _ANY_BIT, False, _WRITES, errno.EROFS),  # openat
-    ((56, 220), 0, _ANY_BIT, True, _THREAD, errno.EAGAIN),  # clone
-    ((53, 199), 1, _ANY_BIT, False, _NO_STREAM, errno.EACCES),  # socketpair
-    ((62, 129), 0, _EQUAL, True, me, errno.EACCES),  # kill
-    ((234, 131), 0, _EQUAL, True, me, errno.EACCES),  # tgkill
-    ((302, 261), 0, _EQUAL, True, 0, errno.EACCES),  # prlimit64
-  ):
-    if numbers[place] is not None:
-      steps += [
-        (_EQUAL, 0, 4, numbers[place]),
-        (_LOAD, 0, 0, 16 + 8 * argument),
-        (test, *((1, 0) if allowed else (0, 1)), value),
-        (_RETURN, 0, 0, _ERRNO | number),
-        (_RETURN, 0, 0, _ALLOW),
-      ]
+  steps += _by_argument(place)
   steps.append((_RETURN, 0, 0, _ALLOW))
   return b"".join(struct.pack("HBBI", *step) for step in steps)
+
+
+def _by_argument(place: int) -> list[tuple[int, int, int, int]]:
+  """Returns the steps for calls that one argument decides on.
+
+  Allowed, or refused, is a bit of it, or any of some numbers.
+  """
+  steps = []
+  me = (os.getpid(),)
+  for numbers, argument, test, allowed, values, number in (
+    ((2, None), 1, _ANY_BIT, False, (_WRITES,), errno.EROFS),  # open
+    ((257, 56), 2, _ANY_BIT, False, (_WRITES,), errno.EROFS),  # openat
+    ((56, 220), 0, _ANY_BIT, True, (_THREAD,), errno.EAGAIN),  # clone
+    ((53, 199), 1, _ANY_BIT, False, (_NO_STREAM,), errno.EACCES),  # socketpair
+    ((62, 129), 0, _EQUAL, True, me, errno.EACCES),  # kill
+    ((234, 131), 0, _EQUAL, True, me, errno.EACCES),  # tgkill
+    ((302, 261), 0, _EQUAL, True, (0,), errno.EACCES),  # prlimit64
+    ((72, 25), 1, _EQUAL, True, _FCNTL, errno.EACCES),  # fcntl
+    ((16, 29), 1, _EQUAL, True, _IOCTL, errno.EACCES),  # ioctl
+  ):
+    if numbers[place] is None:
+      continue
+    # The first end is for no match, the second for any.
+    ends = [_ERRNO | number, _ALLOW] if allowed else [_ALLOW, _ERRNO | number]
+    most = len(values)
+    steps += [
+      (_EQUAL, 0, most + 3, numbers[place]),
+      (_LOAD, 0, 0, 16 + 8 * argument),
+      *((test, most - i, 0, value) for i, value in enumerate(values)),
+      *((_RETURN, 0, 0, end) for end in ends),
+    ]
+  return steps
 
 
 def _run(settings: dict[str, Any], channel: socket.socket) -> None:

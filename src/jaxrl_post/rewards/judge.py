@@ -59,12 +59,12 @@ class Judge:
   url: str
   model: str
   template: str = _TEMPLATE
-  pattern: str = r"Score:\s*\**\s*(-?\d+(?:\.\d+)?)"
+  pattern: str = r"Score:\s*+\**+\s*+(-?\d+(?:\.\d+)?)"
   low: float = 0.0
   high: float = 10.0
   key: str = ""
   max_tokens: int = 512
-  deadline_s: float = 60.0
+  deadline_s: float = 8.0
   attempts: int = 4
 
   def __post_init__(self) -> None:

@@ -52,14 +52,15 @@ def correct(rollout: types.Rollout, reference: Any) -> float:
   """
   gold = answer.marked(str(reference))
   gold = _tidy(str(reference) if gold is None else gold)
-  given = _tidy(answer.marked(rollout.text) or "")
+  given = answer.marked(rollout.text) or ""
+  given = _tidy(given) if len(given) <= MAX_CHARS else ""
   parsed_gold = _parse(gold)
   if not parsed_gold:
     raise types.InputError(
       "reward math: expected a reference in numbers or LaTeX, got "
       f"{reference!r}. Correct the data, or use rewards.exact."
     )
-  if not given or len(given) > MAX_CHARS:
+  if not given:
     return 0.0
   words = _WORD.fullmatch(gold), _WORD.fullmatch(given)
   if words[0] and words[1]:
