@@ -88,7 +88,7 @@ def run(
       # To the ledger, each batch is trained.
       rollouts.publish(dataclasses.replace(policy, step=step))
       shown.update(step, metrics.batch_metrics(groups))
-      rewards += [r.reward for group in groups for r in group.rollouts]
+      rewards += [r.earned for group in groups for r in group.rollouts]
   valid = [reward for reward in rewards if math.isfinite(reward)]
   return Collected(
     trained=trained,

@@ -194,7 +194,7 @@ def _dropped(
   gone = [i for i in range(len(examples)) if i not in kept]
   for i in gone[:_DROPPED]:
     messages = prompt_sets.with_system(examples[i].prompt, i, cfg.system)
-    ids, text = data.tokenizer.prompt_ids(messages)
+    ids, text = data.prompt_ids(messages)
     console.print(f"dropped: example {i}, {len(ids)} tokens, begins")
     _indented(console, _plain(text[:160], _QUIET))
     console.print()
@@ -222,13 +222,16 @@ def _prompt(
   console.print(_plain("context, mask 0:", _QUIET))
   _indented(console, _ids(item.tokens, data.tokenizer, special))
   ends = [_cell(i, special, data.tokenizer) for i in data.tokenizer.eos_ids]
-  console.print(
-    _plain(
-      f"then up to {cfg.sampling.max_tokens} sampled tokens, mask 1, to "
-      f"{' or '.join(ends)}",
-      "green",
+  kinds = "sampled tokens, mask 1, to"
+  if cfg.env is not None:
+    kinds = (
+      f"tokens: in up to {cfg.env.max_turns} turns sampled ones, mask 1, each "
+      "turn to"
     )
-  )
+  text = f"then up to {cfg.sampling.max_tokens} {kinds} {' or '.join(ends)}"
+  if cfg.env is not None:
+    text += "; between turns those of the environment, mask 0"
+  console.print(_plain(text, "green"))
   console.print(_plain("reference:", _QUIET))
   reference = repr(item.reference)
   if len(reference) > _MOST_CHARS:

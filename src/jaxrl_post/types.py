@@ -8,6 +8,7 @@ L layers. Log-probabilities are in nats.
 """
 
 import dataclasses
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import (
   Any,
@@ -454,7 +455,8 @@ class Rollout:
       conversation with an environment what the policy said in its last turn.
     conversation: all of it for people, what the environment said included;
       empty without one.
-    reward: in the task's own unit; NaN when there is none.
+    reward: in the task's own unit; NaN when there is none. Turns of the
+      completion may have rewards beside it, see `earned`.
     parts: named parts of the reward, unweighted.
     failure: why there is no reward; empty otherwise.
   """
@@ -467,6 +469,15 @@ class Rollout:
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   failure: str = ""
   conversation: str = ""
+
+  @property
+  def earned(self) -> float:
+    """What it has earned in all: its reward and those of its turns.
+
+    NaN when there is no reward, whatever the turns have.
+    """
+    turns = (turn.reward for turn in self.completion.turns)
+    return math.fsum((self.reward, *turns))
 
 
 @host_record

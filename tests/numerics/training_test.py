@@ -10,7 +10,8 @@ import optax
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.algos import grpo
+from jaxrl_post.algos import divergence, grpo
+from jaxrl_post.data import pack
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import transformer
 from jaxrl_post.training import optim, step
@@ -421,3 +422,19 @@ def test_mismatch_is_measured_on_rows_of_lag_zero_only(masked):
   state = dataclasses.replace(_state(), version=jnp.int32(9))
   _, values = update(state, batch)
   assert np.isnan(values["mismatch/mean_abs"])
+
+
+def test_c07_turns_count_in_whether_the_rewards_of_a_group_agree():
+  kl = divergence.Kl(0.1, without_signal=False)
+  score, _ = _steps(algo=dataclasses.replace(grpo.objective(), kl=kl))
+  # The first group has earned 1 each, in the second one rollout has.
+  batch = _ragged(rewards=(1, 0, 1, 0, 0, 0))
+  turns = np.zeros(batch.tokens.shape, np.float32)
+  turns[[1, 4], 3] = 1.0
+  batch = dataclasses.replace(batch, turn_rewards=jnp.asarray(turns))
+  scored = score(_params(), batch, reference=_params())
+  trains = np.asarray(scored.loss_mask).any(axis=1)
+  assert trains.tolist() == [False] * 3 + [True] * 3
+  np.testing.assert_array_equal(
+    pack.trained(batch, equal=False), scored.loss_mask
+  )

@@ -1,6 +1,7 @@
 """Streams of conversations: the same promises as of single turns."""
 
 import dataclasses
+import json
 import threading
 
 import pytest
@@ -193,7 +194,7 @@ def test_several_engines_have_conversations_like_one():
     talks.add(env.request(single.PROMPTS[uid]))
   done = {}
   while talks.busy:
-    done |= {c.uid: c for c in talks.step(None, 3)}
+    done |= {c.uid: c for c in talks.step(None, 3) or ()}
   for member in members:
     member.server.close()
   _, _, plain = single.talk(uids=range(4))
@@ -204,3 +205,34 @@ def test_several_engines_have_conversations_like_one():
   asked = [{uid for r in e.asked for uid in r.uids} for e in engines]
   assert all(asked) and not asked[0] & asked[1]
   assert fleet[0]._homes == {} and fleet[0].partials() == ()
+
+
+class Counting(conversing.Conversing):
+  """Remembers which steps had nothing to sample, and waited in vain."""
+
+  def step(self, *args):
+    made = super().step(*args)
+    self.vain = [*getattr(self, "vain", ()), made is None]
+    return made
+
+
+def test_waiting_for_answers_is_no_event_and_no_progress(tmp_path):
+  @dataclasses.dataclass(frozen=True)
+  class Slow(Talks):
+    def step(self, state, text):
+      threading.Event().wait(0.2)
+      return super().step(state, text)
+
+  env = dataclasses.replace(ENV, environment=Slow())
+  talks = Counting(
+    streams.Engine(finish="stop"),
+    env,
+    streams.data().__getitem__,
+    lockstep=False,
+  )
+  streams.Setup().run(tmp_path, env=env, engine=talks, num_steps=1)
+  lines = (tmp_path / events.NAME).read_text().splitlines()
+  runs = sum(json.loads(line)["event"] == "Run" for line in lines)
+  assert sum(talks.vain) >= 3
+  # The run may end while a step is made.
+  assert runs in (talks.vain.count(False), talks.vain.count(False) - 1)

@@ -134,7 +134,7 @@ def talk(environment=None, *, engine=None, uids=(0,), lockstep=True, **options):
     talks.add(env.request(PROMPTS[uid]))
   done, version = {}, 3
   while talks.busy:
-    done |= {c.uid: c for c in talks.step(None, version)}
+    done |= {c.uid: c for c in talks.step(None, version) or ()}
     version += 1
   return engine, env, done
 
@@ -361,7 +361,7 @@ def test_a_slow_tool_of_one_conversation_stops_no_token_of_others():
   while talks.busy:
     samples = engine.busy
     assert talks.between == ("busy" if samples else "wait/host")
-    for completion in talks.step(None, 0):
+    for completion in talks.step(None, 0) or ():
       ended[completion.uid] = time.monotonic() - begun
     assert talks.seats == (engine.seats if samples else ())
   assert ended.pop(0) >= 1.0
@@ -427,7 +427,7 @@ def test_only_first_turns_are_kept_and_go_on():
   again.add(request)
   done = []
   while again.busy:
-    done += again.step(None, 7)
+    done += again.step(None, 7) or ()
   assert done[0].versions[:4] == (0, 7, 7, 7) and len(done[0].turns) == 3
 
 
@@ -467,6 +467,8 @@ def test_settings_out_of_range_are_refused():
     multi_turn.made(cfg, fixed, 1)
   with pytest.raises(types.InputError, match="stream.follow: expected none"):
     multi_turn.made(cfg, schedule.StreamConfig(follow="events.jsonl"), 0)
+  with pytest.raises(types.InputError, match="env.timeout_s: expected less"):
+    multi_turn.made(cfg, schedule.StreamConfig(stall_s=cfg.timeout_s), 0)
   nobody: Any = dict
   none = multi_turn.Conversation(environment=nobody)
   with pytest.raises(types.InputError, match="one that returns {}"):
@@ -482,7 +484,7 @@ def test_an_answer_of_no_token_is_a_failure_and_one_of_that_ends_the_run():
     Engine(), env, PROMPTS.__getitem__, lockstep=True
   )
   talks.add(env.request(PROMPTS[0]))
-  (done,) = [c for _ in range(9) if talks.busy for c in talks.step(None, 0)]
+  (done,) = [c for _ in range(4) for c in talks.step(None, 0) or ()]
   assert done.tokens[3:6] == (SAYS, 59, SAYS + 1)
   assert [t.errors for t in done.turns] == [1, 1, 1, 1]
   env = dataclasses.replace(env_of(Counts()), encode=lambda messages, ended: ())

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Sequence
 
 import hypothesis
 import pytest
@@ -167,17 +168,49 @@ def begun() -> work.Work:
   )
 
 
-def end(at: work.Work, request: types.Request, rewards: list[float]) -> None:
+def end(
+  at: work.Work,
+  request: types.Request,
+  rewards: Sequence[float],
+  turns: Sequence[float] = (0.0, 0.0),
+) -> None:
   """Samples and scores a group."""
   rollouts = at.book(
     types.Completion(
-      uid=uid, tokens=(1,), logprobs=(-1.0,), versions=(0,), finish="length"
+      uid=uid,
+      tokens=(1,),
+      logprobs=(-1.0,),
+      versions=(0,),
+      finish="length",
+      turns=(types.Turn(end=1, reward=turn),),
     )
-    for uid in request.uids
+    for uid, turn in zip(request.uids, turns, strict=True)
   )
   for rollout, reward in zip(rollouts, rewards, strict=True):
     at.score(dataclasses.replace(rollout, reward=reward))
   at.settle(lambda event: True)
+
+
+@pytest.mark.parametrize(
+  ("rewards", "turns", "kept", "found"),
+  [
+    ((0.0, 0.0), (1.0, 0.0), True, 0),
+    ((1.0, 0.0), (0.0, 1.0), False, 1),
+    ((0.5, 0.5), (0.0, 0.0), False, -1),
+  ],
+)
+def test_rewards_of_turns_count_in_what_a_group_says(
+  rewards, turns, kept, found
+):
+  at = begun()
+  at.publish(streams.FIRST)
+  end(at, at.admit(), rewards, turns)
+  states = [entry.state for entry in at.ledger.outstanding]
+  assert states == ["ready"] * kept
+  if kept:
+    end(at, at.admit(), [0.0, 1.0])
+    at.take((0, 1))
+  assert at.frontier.evidence.new[0] == (0, at._prompts.place(0), found)
 
 
 def test_what_was_noted_counts_with_newer_weights_not_with_a_restart():

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -85,6 +86,23 @@ def test_a_group_has_signal_when_two_of_its_rewards_differ():
   got = metrics.batch_metrics(groups)
   assert got["signal/zero_fraction"] == 0.75
   assert metrics.batch_metrics(groups[1:2])["signal/zero_fraction"] == 0
+
+
+def with_turns(made: types.Rollout, *rewards: float) -> types.Rollout:
+  turns = tuple(types.Turn(end=1, reward=reward) for reward in rewards)
+  completion = dataclasses.replace(made.completion, turns=turns)
+  return dataclasses.replace(made, completion=completion)
+
+
+def test_rewards_of_turns_are_part_of_what_a_rollout_earns():
+  one, two = with_turns(rollout(reward=1.0), 0.25, 0.5), rollout(reward=1.0)
+  assert (one.earned, two.earned) == (1.75, 1.0)
+  assert math.isnan(with_turns(rollout(), 1.0).earned)
+  got = metrics.batch_metrics([group(one, two)])
+  assert got["reward/mean"] == 1.375 and got["reward/std"] == 0.375
+  assert got["signal/zero_fraction"] == 0
+  same = group(with_turns(rollout(reward=0.0), 1.0), two)
+  assert metrics.batch_metrics([same])["signal/zero_fraction"] == 1
 
 
 def test_nothing_to_average_is_nan():

@@ -1,5 +1,6 @@
 r"""Rewards for words and letters, and penalties; what earns what."""
 
+import dataclasses
 import functools
 import time
 
@@ -205,3 +206,13 @@ def test_a_long_text_is_read_in_linear_time(words):
   math.correct(given, "1")
   code.program(words)
   assert time.process_time() - began < 5
+
+
+def test_what_an_environment_says_is_neither_long_nor_said_again():
+  made = of_tokens(1, 2, 9, 9, 9, 9, 1, 2, 1, 2)
+  versions = (0, 0, -1, -1, -1, -1, 1, 1, 1, 1)
+  completion = dataclasses.replace(made.completion, versions=versions)
+  made = dataclasses.replace(made, completion=completion)
+  assert shaping.overlong(made, None, most=8, margin=4) == -0.5
+  # Runs 1 2; 1 2, 2 1, 1 2: none goes over what was said in between.
+  assert shaping.repetition(made, None, size=2) == -1 / 4

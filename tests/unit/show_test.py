@@ -13,6 +13,7 @@ import rich.console
 
 from jaxrl_post import config, prepare, show, types
 from jaxrl_post.data import dataset, difficulty, mixture, sources
+from jaxrl_post.envs import multi_turn
 from jaxrl_post.runtime import log
 from tests.e2e import runs
 from tests.reference import tiny_folder
@@ -81,6 +82,52 @@ def test_lengths_copies_leaks_and_what_was_dropped_are_counted(folder):
   assert "4 are copies of another" in text
   assert "source 0, Generated: 4 prompts, 75.0% of the draws" in text
   assert "source 1, Generated: 4 prompts, 25.0% of the draws" in text
+
+
+@dataclasses.dataclass(frozen=True)
+class Searches:
+  """Has a tool, of which the prompts of a run speak."""
+
+  schemas = (
+    {
+      "type": "function",
+      "function": {
+        "name": "search",
+        "description": "Finds.",
+        "parameters": {"type": "object", "properties": {}},
+      },
+    },
+  )
+
+  def reset(self, prompt):
+    pass
+
+  def step(self, state, text):
+    return multi_turn.Step()
+
+  def failed(self, state, reason):
+    return multi_turn.Step()
+
+
+def test_with_an_environment_tools_and_masks_are_told(tmp_path):
+  folder = str(tmp_path / "model")
+  shown = "{% if tools %}{{ tools | tojson }}{% endif %}"
+  tiny_folder.write(
+    tmp_path / "model", "qwen3", template=shown + tiny_folder.CHATML
+  )
+  talk = multi_turn.Conversation(environment=Searches, max_turns=3)
+  run = dataclasses.replace(chat(folder, max_prompt=500), env=talk)
+  prompt = asked(4).prompt
+  told, _ = prepare.prepare(run).data.prompt_ids(prompt)
+  plain, _ = prepare.prepare(chat(folder)).data.prompt_ids(prompt)
+  assert len(told) > len(plain)
+  most = len(told) - 1
+  run = dataclasses.replace(chat(folder, max_prompt=most), env=talk)
+  text = " ".join(show.prompts(run).split())
+  assert f"dropped: example 4, {len(told)} tokens, begins" in text
+  assert "in up to 3 turns sampled ones, mask 1, each turn to 2:" in text
+  assert "; between turns those of the environment, mask 0" in text
+  assert "sampled tokens, mask 1" not in text
 
 
 def test_roles_and_special_tokens_have_colours_on_a_terminal(

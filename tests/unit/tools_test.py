@@ -1,5 +1,6 @@
 """Tools: what they answer, what they refuse, and what they never run."""
 
+import dataclasses
 import functools
 import json
 import time
@@ -192,6 +193,27 @@ def test_programs_run_to_their_end_or_their_limit(code, answer, errors):
 def test_a_mistake_of_the_user_ends_the_run():
   with pytest.raises(types.InputError, match="no such system"):
     said(hermes("refuse"))
+
+
+def test_a_turn_has_so_many_calls_and_so_much_time():
+  made = []
+
+  def slow(s=0.0):
+    made.append(s)
+    time.sleep(s)
+    return "done"
+
+  schema = {"type": "object", "properties": {"s": {"type": "number"}}}
+  tool = tools.Tool(slow, "slow", "Waits.", schema)
+  few = tools.Tools((tool,), style="hermes", max_s=0.2)
+  texts, errors = said(hermes("slow") * 11, few)
+  assert len(made) == 8 and errors == 3
+  left = "error: more than 8 calls or 0.2 s in a turn"
+  assert texts == ["done"] * 8 + [left] * 3
+  assert said(hermes("slow", s=0.3) * 3, few) == (["done", left, left], 2)
+  for wrong in ({"max_calls": 0}, {"max_s": 0.0}):
+    with pytest.raises(types.InputError, match="expected max_calls >= 1"):
+      dataclasses.replace(few, **wrong)
 
 
 def test_answers_are_cut_and_failures_worded_as_told():

@@ -197,9 +197,17 @@ def token_rewards(inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
 
 def sequence_rewards(inputs: types.AdvantageInputs) -> Float[Array, " N"]:
   """Returns all that a sequence has earned, of any token; NaN where none."""
-  size = inputs.rewards.shape[0]
-  extra = sequences.scatter(_token_only(inputs), inputs.sequence, size)
-  return inputs.rewards + extra
+  return earned(inputs.rewards, _token_only(inputs), inputs.sequence)
+
+
+def earned(
+  rewards: Float[Array, " N"],
+  tokens: Float[Array, "B T"],
+  sequence: Int[Array, "B T"],
+) -> Float[Array, " N"]:
+  """Returns the rewards of sequences and of their tokens; NaN where none."""
+  extra = sequences.scatter(tokens, sequence, rewards.shape[0])
+  return rewards + extra
 
 
 def _token_only(inputs: types.AdvantageInputs) -> jax.Array:

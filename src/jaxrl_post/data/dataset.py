@@ -92,11 +92,19 @@ class Dataset:
     train: training prompts.
     held_out: evaluation prompts by the name of their set; that of a single
       source is empty.
+    tools: JSON schemas of functions that prompts of messages speak of.
   """
 
   tokenizer: tokenizer.Tokenizer
   train: prompts.Prompts
   held_out: Mapping[str, prompts.Prompts]
+  tools: Sequence[Mapping[str, Any]] = ()
+
+  def prompt_ids(
+    self, prompt: str | tuple[Mapping[str, str], ...]
+  ) -> tuple[tuple[int, ...], str]:
+    """Returns the ids and the text of a prompt, as `load` has them."""
+    return _Told(self.tokenizer, self.tools).prompt_ids(prompt)
 
 
 def tokenizer_of(
@@ -177,7 +185,7 @@ def load(
     )
     for name, source in _sets(cfg.held_out).items()
   }
-  return Dataset(tokenizer=encoder, train=train, held_out=held_out)
+  return Dataset(tokenizer=encoder, train=train, held_out=held_out, tools=tools)
 
 
 def _sets(

@@ -20,7 +20,8 @@ class Pool:
   """When the draws of a prompt are passed over.
 
   Attributes:
-    solved: a rollout with this reward or more has solved its prompt.
+    solved: a rollout that earned this or more, turns included, has solved its
+      prompt.
     results: groups of a prompt in a row that have to be alike, all of them
       solved by every rollout or all by none, before it rests.
     rest: how many of its draws are then passed over before it is asked again;
@@ -60,7 +61,7 @@ def verdict(pool: Pool, rewards: Sequence[float]) -> int | None:
 
   Args:
     pool: says what solves it.
-    rewards: of its rollouts; NaN where there is none.
+    rewards: what its rollouts have earned; NaN where there is no reward.
 
   Returns:
     1 if every rollout that has a reward solved it, -1 if none did, 0 if some

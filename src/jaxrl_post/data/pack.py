@@ -246,7 +246,10 @@ def trained(
   """
   valid = np.isfinite(np.asarray(batch.rewards))
   if not equal:
-    rewards, ids = np.asarray(batch.rewards), np.asarray(batch.group_ids)
+    ids, turns = np.asarray(batch.group_ids), np.zeros(len(valid) + 1, "f")
+    paid = np.asarray(batch.turn_rewards) * np.asarray(batch.loss_mask)
+    np.add.at(turns, np.asarray(batch.sequence), paid)
+    rewards = np.asarray(batch.rewards) + turns[:-1]
     top, low = np.full(len(ids), -np.inf), np.full(len(ids), np.inf)
     np.maximum.at(top, ids[valid], rewards[valid])
     np.minimum.at(low, ids[valid], rewards[valid])

@@ -191,22 +191,27 @@ class Conversing:
     params: types.Tree,
     version: int,
     launched: Callable[[str, Any], None] = lambda name, result: None,
-  ) -> list[types.Completion]:
+  ) -> list[types.Completion] | None:
     """Makes one block, if there is something to sample, and takes answers.
 
     Returns:
-      The conversations that have ended.
+      The conversations that have ended; None if there was nothing to sample
+      and no answer came for a moment.
 
     Raises:
       InputError: what the environment raised.
       RunError: likewise; or too many answers hang.
     """
     ended, self.seats = [], ()
-    if self._engine.busy:
-      made = self._engine.step(params, version, launched)
+    samples = self._engine.busy
+    if samples:
+      made = self._engine.step(params, version, launched) or ()
       self.seats = self._engine.seats
       ended += [c for c in map(self._heard, made) if c is not None]
-    for call in self._answers():
+    calls = self._answers()
+    if not samples and not calls:
+      return None
+    for call in calls:
       done = self._go_on(call)
       ended += [] if done is None else [done]
     self._engine.release([completion.uid for completion in ended])
@@ -337,5 +342,5 @@ def generate(
     engine.add(request)
   done: dict[int, types.Completion] = {}
   while engine.busy:
-    done |= {made.uid: made for made in engine.step(None, 0)}
+    done |= {made.uid: made for made in engine.step(None, 0) or ()}
   return [done[uid] for request in requests for uid in request.uids]

@@ -87,11 +87,11 @@ def evaluate(
     stopping: whether the run was asked to stop; looked at twice a second.
 
   Returns:
-    `reward` and `reward_<part>`, means over the rollouts that have a reward;
-    `missing`, how many have none; over all of them `truncated`, the share that
-    ended by the limit, and `tokens`; `rollouts`, how many there are; with
-    `samples` also what `pass_at_k.metrics` says. Nothing once the run is to
-    stop.
+    `reward`, those of turns included, and `reward_<part>`, means over the
+    rollouts that have a reward; `missing`, how many have none; over all of them
+    `truncated`, the share that ended by the limit, and `tokens`; `rollouts`,
+    how many there are; with `samples` also what `pass_at_k.metrics` says.
+    Nothing once the run is to stop.
 
   Raises:
     RunError: the rewards took longer than `timeout_s`.
@@ -125,7 +125,7 @@ def evaluate(
   scored = [r for r in rollouts if math.isfinite(r.reward)]
   truncated = [r.completion.finish == "length" for r in rollouts]
   metrics = {
-    "reward": _mean([r.reward for r in scored]),
+    "reward": _mean([r.earned for r in scored]),
     "missing": float(len(rollouts) - len(scored)),
     "truncated": _mean(truncated),
     "tokens": _mean([len(r.completion.tokens) for r in rollouts]),

@@ -8,12 +8,15 @@ Nothing that the policy sampled is ever read as text and encoded again.
 import dataclasses
 import itertools
 import math
+import numbers
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from jaxrl_post import types
 from jaxrl_post.data import tokenizer as tokenizers
 from jaxrl_post.envs import schedule, single_turn
+from jaxrl_post.rewards import combine
 
 # What an environment says: `role` and `content`, as a chat template takes them.
 Message: TypeAlias = Mapping[str, Any]
@@ -28,7 +31,8 @@ class Step:
   Attributes:
     state: of the conversation from now on; whatever the environment likes.
     messages: what it says; None ends the conversation.
-    reward: for the turn, beside the reward of the rollout.
+    reward: for the turn, beside the reward of the rollout; finite, within
+      `combine.LARGEST`.
     calls: of tools that the policy asked for in it.
     errors: those of them that failed.
   """
@@ -178,9 +182,13 @@ class MultiTurn:
     Args:
       talk: before the turn.
       made: the completion up to the end of the turn.
+
+    Raises:
+      RunError: the answer is none, see `checked`.
     """
     text = self.said(made.tokens, made.versions)
-    return self._encoded(made, self.environment.step(talk.state, text))
+    step = checked(self.environment.step(talk.state, text))
+    return self._encoded(made, step)
 
   def excuse(
     self, talk: "Talk", made: types.Completion, reason: str, *, late: bool
@@ -192,8 +200,11 @@ class MultiTurn:
       made: the completion up to the end of the turn.
       reason: why, in one line.
       late: whether it took too long.
+
+    Raises:
+      RunError: what stands for it is no answer, see `checked`.
     """
-    step = self.environment.failed(talk.state, reason)
+    step = checked(self.environment.failed(talk.state, reason))
     calls, errors = max(step.calls, 1), max(step.errors, 1)
     step = dataclasses.replace(step, calls=calls, errors=errors)
     return dataclasses.replace(self._encoded(made, step), late=late)
@@ -269,6 +280,53 @@ class MultiTurn:
     )
 
 
+def checked(step: Any) -> Step:
+  """Reads what an environment returned.
+
+  Returns:
+    The step with plain numbers in it, whose messages are a tuple.
+
+  Raises:
+    RunError: it is no step, its reward is not finite or beyond
+      `combine.LARGEST`, its counts are no whole numbers from 0 on, or its
+      messages are not some with a role and a content of text.
+  """
+  if not isinstance(step, Step):
+    raise _refused("a multi_turn.Step", step)
+  # A part of that name, and nothing else, is a number that can be used.
+  reward = combine.read("reward", step.reward).parts.get("reward")
+  if reward is None or isinstance(step.reward, Mapping):
+    raise _refused(f"a reward {combine.RANGE} in a step", step.reward)
+  for count in (step.calls, step.errors):
+    if not isinstance(count, numbers.Integral) or count < 0:
+      raise _refused("calls and errors that are whole numbers >= 0", count)
+  messages = step.messages
+  if messages is not None:
+    if not isinstance(messages, list | tuple) or not all(map(_says, messages)):
+      raise _refused("messages with a role and a content of text", messages)
+    messages = tuple(messages)
+  return dataclasses.replace(
+    step,
+    messages=messages,
+    reward=reward,
+    calls=int(step.calls),
+    errors=int(step.errors),
+  )
+
+
+def _says(message: Any) -> bool:
+  return isinstance(message, Mapping) and all(
+    isinstance(message.get(name), str) for name in ("role", "content")
+  )
+
+
+def _refused(rule: str, value: Any) -> types.RunError:
+  got = combine.one_line(reprlib.repr(value))
+  return types.RunError(
+    f"env.environment: expected {rule}, got {got}. Mend the environment."
+  )
+
+
 def made(
   cfg: Conversation | None, stream: schedule.StreamConfig, max_lag: int
 ) -> Environment | None:
@@ -295,6 +353,11 @@ def made(
       "stream.deterministic: expected max_lag=0 with env, as conversations "
       "that a checkpoint breaks begin anew with newer weights, got "
       f"max_lag={max_lag}. Set max_lag=0."
+    )
+  if cfg.timeout_s >= stream.stall_s:
+    raise types.InputError(
+      f"env.timeout_s: expected less than stream.stall_s = {stream.stall_s:g}, "
+      f"got {cfg.timeout_s:g}: an answer would pass for a stall. Lower it."
     )
   environment = cfg.environment()
   if not isinstance(environment, Environment):

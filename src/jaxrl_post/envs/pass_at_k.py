@@ -16,8 +16,8 @@ class Samples:
 
   Attributes:
     number: how many.
-    success: whether a scored rollout solves its prompt; not asked of one whose
-      reward is missing, which does not.
+    success: whether a scored rollout solves its prompt, by `rollout.earned` for
+      example; not asked of one whose reward is missing, which does not.
     answer: of a completion's text, for the majority vote; None abstains.
       Without this there is no vote.
   """

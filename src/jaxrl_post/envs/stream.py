@@ -418,6 +418,8 @@ class Stream:
       completions = self._engine.step(
         policy.params, policy.version, self._launched
       )
+    if completions is None:
+      return
     with self._clock.span("generation", "wait/host", "book"):
       self._clock.seats(self._engine.seats)
       with self._changed:

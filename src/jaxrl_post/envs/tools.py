@@ -12,6 +12,7 @@ import json
 import math
 import operator
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -76,12 +77,16 @@ class Tools:
       the text of a turn to its calls.
     failure: what is said of a call that failed; `{reason}` is why.
     max_letters: longest answer of a call; the rest is cut off.
+    max_calls: calls of a turn that are made; others are told that they are not.
+    max_s: seconds of a turn after which no call begins any more; likewise.
   """
 
   tools: tuple[Tool, ...]
   style: str | Callable[[str], Sequence[_Asked]]
   failure: str = "error: {reason}"
   max_letters: int = 4000
+  max_calls: int = 8
+  max_s: float = 10.0
 
   def __post_init__(self) -> None:
     names = [tool.name for tool in self.tools]
@@ -93,6 +98,11 @@ class Tools:
       raise types.InputError(
         f"tools.style: expected one of {tool_calls.STYLES} or a "
         f"function, got {self.style!r}. Correct the value."
+      )
+    if self.max_calls < 1 or not 0 < self.max_s < math.inf:
+      raise types.InputError(
+        "tools: expected max_calls >= 1 and max_s > 0 seconds, got "
+        f"{self.max_calls} and {self.max_s}. Correct the value."
       )
 
   @property
@@ -111,7 +121,13 @@ class Tools:
       calls = tool_calls.parse(text, self.style)
     if not calls:
       return multi_turn.Step()
-    answers = [self._answer(call) for call in calls]
+    last = time.monotonic() + self.max_s
+    answers = [
+      self._answer(call)
+      if number < self.max_calls and time.monotonic() < last
+      else self._left(call)
+      for number, call in enumerate(calls)
+    ]
     return multi_turn.Step(
       messages=self._said([(name, text) for name, text, _ in answers]),
       calls=len(answers),
@@ -143,6 +159,12 @@ class Tools:
       reason = combine.one_line(f"{type(error).__name__}: {error}")
       return call.name, self._failure(reason), True
     return call.name, text, False
+
+  def _left(self, call: _Asked) -> tuple[str, str, bool]:
+    """Returns the same for a call that is not made."""
+    name = "" if isinstance(call, tool_calls.Malformed) else call.name
+    reason = f"more than {self.max_calls} calls or {self.max_s:g} s in a turn"
+    return name, self._failure(reason), True
 
   def _failure(self, reason: str) -> str:
     return self.failure.replace("{reason}", reason)

@@ -62,8 +62,12 @@ class Engine(Protocol):
     params: types.Tree,
     version: int,
     launched: Callable[[str, Any], None],
-  ) -> list[types.Completion]:
-    """Makes one block and returns what ended in it; tells of its programs."""
+  ) -> list[types.Completion] | None:
+    """Makes one block and returns what ended in it; tells of its programs.
+
+    Returns:
+      None if it made no block, and waited for others in vain.
+    """
     ...
 
   def partials(self) -> tuple[types.Partial, ...]:
@@ -418,7 +422,7 @@ class Work:
     """Marks a draw as done, and notes what a whole group says about it."""
     uid, pool = group.prompt.uid, self._prompts.pool
     self.frontier = frontiers.finish(self.frontier, uid)
-    rewards = [rollout.reward for rollout in group.scored.values()]
+    rewards = [rollout.earned for rollout in group.scored.values()]
     if pool is None or len(rewards) < self._env.group_size:
       return
     evidence = difficulty.note(
@@ -453,7 +457,7 @@ class Work:
   def _outcome(
     self, uid: int, group: _Group
   ) -> ledgers.Score | ledgers.Filter | ledgers.Fail:
-    rewards = [rollout.reward for rollout in group.scored.values()]
+    rewards = [rollout.earned for rollout in group.scored.values()]
     valid = [reward for reward in rewards if math.isfinite(reward)]
     if not valid:
       self._reasons[uid] = next(iter(group.scored.values())).failure

@@ -1,9 +1,11 @@
 """Penalties for length and repetition, to stand beside a reward with a weight.
 
-They do not read the reference. A configuration gives what they need:
+Of a conversation they read what the policy said, and not what it was told. They
+do not read the reference. A configuration gives what they need:
 `functools.partial(shaping.overlong, most=1024, margin=256)`.
 """
 
+import itertools
 from typing import Any
 
 from jaxrl_post import types
@@ -17,7 +19,8 @@ def overlong(
   Args:
     rollout: what was answered.
     reference: not read.
-    most: longest completion that is allowed, in tokens; `sampling.max_tokens`.
+    most: longest completion that is allowed, in tokens of the policy;
+      `sampling.max_tokens`.
     margin: tokens below it over which the penalty falls from 0 to -1.
 
   Returns:
@@ -33,7 +36,8 @@ def overlong(
       f"reward overlong: expected 0 < margin <= {most}, got {margin}. A fifth "
       "of the longest completion is usual."
     )
-  over = len(rollout.completion.tokens) - (most - margin)
+  own = sum(version >= 0 for version in rollout.completion.versions)
+  over = own - (most - margin)
   return max(min(-over / margin, 0.0), -1.0)
 
 
@@ -48,8 +52,8 @@ def repetition(
     size: tokens in a run, of which there is one from each token on.
 
   Returns:
-    Minus the share of runs that have been there before, in (-1, 0]; 0.0 for a
-    completion shorter than a run.
+    Minus the share of runs that have been there before in the same turn, in
+    (-1, 0]; 0.0 for a completion whose turns are shorter than a run.
 
   Raises:
     types.InputError: `size` is less than 1.
@@ -59,6 +63,11 @@ def repetition(
     raise types.InputError(
       f"reward repetition: expected size >= 1, got {size}. 3 to 5 is usual."
     )
-  tokens = rollout.completion.tokens
-  runs = [tokens[i : i + size] for i in range(len(tokens) - size + 1)]
-  return len(set(runs)) / len(runs) - 1.0 if runs else 0.0
+  made = rollout.completion
+  pairs = zip(made.tokens, made.versions, strict=True)
+  number, different = 0, 0
+  for own, stretch in itertools.groupby(pairs, lambda pair: pair[1] >= 0):
+    tokens = tuple(token for token, _ in stretch) if own else ()
+    runs = [tokens[i : i + size] for i in range(len(tokens) - size + 1)]
+    number, different = number + len(runs), different + len(set(runs))
+  return different / number - 1.0 if number else 0.0

@@ -160,7 +160,7 @@ def _about(rollout: types.Rollout) -> list[str]:
   span = f"{versions[0]} to {versions[-1]}" if versions else "none"
   facts = [
     f"uid {completion.uid}",
-    f"reward {rollout.reward:g}",
+    f"reward {rollout.earned:g}",
     *(f"{name} {value:g}" for name, value in sorted(rollout.parts.items())),
     f"{len(completion.tokens)} tokens",
     completion.finish,

@@ -29,7 +29,8 @@ def batch_metrics(groups: Sequence[types.Group]) -> dict[str, float]:
     groups: as they were sampled and scored, whatever is trained of them.
 
   Returns:
-    Over rollouts with a reward: `reward/mean`, `reward/std` (divided by n),
+    Over rollouts with a reward, those of turns included (`Rollout.earned`):
+    `reward/mean`, `reward/std` (divided by n),
     `reward/standard_error` of the mean, from the means of groups since the
     rollouts of one are no independent draws (NaN with fewer than two groups);
     `reward/<part>`, the mean over those that have the part;
@@ -215,7 +216,7 @@ def throughput(
 
 
 def _valid(rollouts: Iterable[types.Rollout]) -> list[float]:
-  return [r.reward for r in rollouts if not math.isnan(r.reward)]
+  return [r.earned for r in rollouts if not math.isnan(r.reward)]
 
 
 def _over(

@@ -100,7 +100,9 @@ def score(
   """
   valid = jnp.isfinite(batch.rewards)
   if algo.mask_equal:
-    valid = valid & baselines.differ(batch.rewards, batch.group_ids, valid)
+    turns = batch.turn_rewards * batch.loss_mask
+    rewards = baselines.earned(batch.rewards, turns, batch.sequence)
+    valid = valid & baselines.differ(rewards, batch.group_ids, valid)
   if algo.mask_truncated:
     valid = valid & ~batch.truncated
   valid = sequences.gather(valid.astype(jnp.float32), batch.sequence)
