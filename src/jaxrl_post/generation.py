@@ -205,7 +205,7 @@ def samplers(
 ) -> Samplers:
   """Returns who samples in this run."""
   if cfg.placement.mode == "roles":
-    return roles.Replicas(cfg, parts, place) if hosts.is_head else roles.Idle()
+    return roles.Replicas(cfg, parts) if hosts.is_head else roles.Idle()
   if hosts.count == 1:
     return Local(cfg, place)
   return Spread(cfg, place, hosts)

@@ -23,7 +23,7 @@ import jax
 from absl import logging
 
 from jaxrl_post import config, prepare, types
-from jaxrl_post.placement import mesh, programs, replica, settings
+from jaxrl_post.placement import mesh, replica, settings
 from jaxrl_post.runtime import hosts as hosts_lib
 from jaxrl_post.sampling import fleet as fleets
 from jaxrl_post.sampling import server as servers
@@ -263,17 +263,14 @@ def recipes(cfg: config.Run, parts: prepare.Parts) -> list[replica.Recipe]:
 class Replicas:
   """Samples in replicas; has the methods of `generation.Samplers`."""
 
-  def __init__(
-    self, cfg: config.Run, parts: prepare.Parts, place: programs.Programs
-  ) -> None:
+  def __init__(self, cfg: config.Run, parts: prepare.Parts) -> None:
     """Starts the replicas; they are ready after `warm_up`."""
     ray, asked = _ray(), _resources(cfg.placement.processes)
     # Out of order: an order need not wait until weights have crossed over.
     make = ray.remote(concurrency_groups={_LOAD: 1, _COLLECT: 1})(
       replica.Replica
     ).options(max_restarts=0, allow_out_of_order_execution=True, **asked)
-    goals = {leaf.name: leaf.goal for leaf in place.publisher.leaves}
-    shipper = _Shipper(ray, replica.Packer(goals, place.locks[0]))
+    shipper = _Shipper(ray)
     plans = recipes(cfg, parts)
     self._members = [
       _Remote(
@@ -362,15 +359,15 @@ class Idle:
 class _Shipper:
   """Puts each policy into the object store once, for all replicas."""
 
-  def __init__(self, ray: Any, packer: replica.Packer) -> None:
-    self._ray, self._packer = ray, packer
+  def __init__(self, ray: Any) -> None:
+    self._ray = ray
     self._policy: types.Policy | None = None
     self._parcel: Any = None
 
   def ship(self, policy: types.Policy) -> Any:
     if policy is not self._policy:
       # The one before is freed by Ray once no replica reads it.
-      self._parcel = self._ray.put(self._packer.pack(policy))
+      self._parcel = self._ray.put(replica.pack(policy))
       self._policy = policy
     return self._parcel
 

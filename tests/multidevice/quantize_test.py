@@ -204,9 +204,10 @@ def test_a_replica_gets_integers_and_scales() -> None:
   publisher = _plan(source, target)
   got, fingerprints = publisher(jax.device_put(host, source))
   fingerprint.verify(fingerprints)
-  goals = {leaf.name: leaf.goal for leaf in publisher.leaves}
-  packer = replica.Packer(goals, runs.threading.RLock())
-  made = packer.pack(types.Policy(params=got, version=1, step=1))
+  policy = types.Policy(
+    params=got, version=1, step=1, fingerprints=fingerprints
+  )
+  made = replica.pack(policy)
   want = fingerprint.by_name(_by_hand(host))
   assert made.leaves.keys() == want.keys() == made.sums.keys()
   for name, x in want.items():

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 import threading
 from concurrent import futures
 
@@ -52,21 +53,26 @@ def _parts():
   return shapes, replica.outbox(shapes, devices)
 
 
-@pytest.fixture(name="packer", scope="module")
-def _packer(parts):
-  return replica.Packer(fingerprint.by_name(parts[1]), threading.RLock())
+@pytest.fixture(name="seal", scope="module")
+def _seal(parts):
+  return fingerprint.checker(fingerprint.by_name(parts[1]))
 
 
-def parcel(parts, packer, step: int) -> replica.Parcel:
+def parcel(parts, seal, step: int) -> replica.Parcel:
   params = jax.device_put(host(step), parts[1])
-  return packer.pack(types.Policy(params=params, version=step, step=step))
+  sums = seal(fingerprint.by_name(params))
+  return replica.pack(
+    types.Policy(
+      params=params, version=step, step=step, fingerprints=(sums, sums)
+    )
+  )
 
 
 @pytest.fixture(name="it", scope="module")
-def _it(parts, packer):
+def _it(parts, seal):
   """A replica that has the weights of step 0."""
   made = replica.Replica(RECIPE)
-  made.load(parcel(parts, packer, 0))
+  made.load(parcel(parts, seal, 0))
   yield made
   made._server.close()
 
@@ -96,33 +102,33 @@ def test_a_leaf_is_split_along_the_first_dim_that_the_devices_divide(parts):
   assert {s.spec for s in jax.tree.leaves(shardings)} > {jax.P(None, "part")}
 
 
-def test_a_parcel_has_every_leaf_its_checksum_and_its_version(parts, packer):
-  made = parcel(parts, packer, 7)
+def test_a_parcel_has_every_leaf_its_checksum_and_its_version(parts, seal):
+  made = parcel(parts, seal, 7)
   assert (made.version, made.step) == (7, 7)
   flat, _ = jax.tree.flatten_with_path(host(7))
   want = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
   same(dict(made.leaves), want)
   assert made.sums.keys() == want.keys()
   assert min(made.sums.values()) >= 0
-  other = parcel(parts, packer, 8)
+  other = parcel(parts, seal, 8)
   assert all(other.sums[name] != made.sums[name] for name in want)
 
 
 def test_a_replica_takes_weights_that_are_newer_and_no_older_ones(
-  parts, packer, it
+  parts, seal, it
 ):
-  it.load(parcel(parts, packer, 10))
+  it.load(parcel(parts, seal, 10))
   step, params = weights(it)
   assert step == 10
   same(params, host(10))
-  it.load(parcel(parts, packer, 9))
+  it.load(parcel(parts, seal, 9))
   assert weights(it)[0] == 10
 
 
 def test_what_is_written_to_a_parcel_later_does_not_reach_the_weights(
-  parts, packer, it
+  parts, seal, it
 ):
-  made = parcel(parts, packer, 20)
+  made = parcel(parts, seal, 20)
   leaves = {name: x.copy() for name, x in made.leaves.items()}
   it.load(dataclasses.replace(made, leaves=leaves))
   for x in leaves.values():
@@ -131,9 +137,9 @@ def test_what_is_written_to_a_parcel_later_does_not_reach_the_weights(
 
 
 def test_a_parcel_that_is_not_as_it_was_packed_is_refused_by_leaf(
-  parts, packer, it
+  parts, seal, it
 ):
-  made = parcel(parts, packer, 30)
+  made = parcel(parts, seal, 30)
   before, _ = weights(it)
   name = next(iter(made.leaves))
   broken = made.leaves[name].copy()
@@ -146,8 +152,8 @@ def test_a_parcel_that_is_not_as_it_was_packed_is_refused_by_leaf(
   assert weights(it)[0] == before
 
 
-def test_a_parcel_of_another_model_is_refused_by_leaf(parts, packer, it):
-  made = parcel(parts, packer, 31)
+def test_a_parcel_of_another_model_is_refused_by_leaf(parts, seal, it):
+  made = parcel(parts, seal, 31)
   name, *rest = made.leaves
   leaves = {key: made.leaves[key] for key in rest} | {"['new']": np.zeros(2)}
   with pytest.raises(types.RunError, match="others") as error:
@@ -157,12 +163,12 @@ def test_a_parcel_of_another_model_is_refused_by_leaf(parts, packer, it):
 
 
 def test_an_order_waits_for_its_weights_and_is_answered_by_them(
-  parts, packer, it
+  parts, seal, it
 ):
   request = types.Request(prompt=(1, 2), uids=(4, 5), sampling=SAMPLING)
   it.submit(server.Order(request=request, step=40))
   assert it.collect(0.2) == []
-  it.load(parcel(parts, packer, 40))
+  it.load(parcel(parts, seal, 40))
   (made,) = it.collect(30.0)
   assert made.failure == ""
   assert made.step == 40
@@ -171,13 +177,13 @@ def test_an_order_waits_for_its_weights_and_is_answered_by_them(
 
 
 def test_the_same_weights_give_the_same_tokens_in_another_replica(
-  parts, packer, it
+  parts, seal, it
 ):
   other = replica.Replica(RECIPE)
   request = types.Request(prompt=(3,), uids=(8, 9), sampling=SAMPLING)
   made = []
   for one in (it, other):
-    one.load(parcel(parts, packer, 50))
+    one.load(parcel(parts, seal, 50))
     one.submit(server.Order(request=request, step=50))
     made.append(one.collect(60.0)[0].completions)
   other._server.close()
@@ -222,15 +228,12 @@ def test_weights_that_are_packed_beside_an_update_are_those_before_it():
   place = on_one_device(cfg)
   assert place.publisher.aliases
   trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
-  packer = replica.Packer(
-    {leaf.name: leaf.goal for leaf in place.publisher.leaves}, place.locks[0]
-  )
   batch = trainer.put(batch_of(cfg))
   state = trainer.start(place.draw())
   with futures.ThreadPoolExecutor(1) as worker:
     for _ in range(3):
       before = jax.device_get(jax.tree.map(lambda x: x.copy(), state.params))
-      made = worker.submit(packer.pack, place.publish(state))
+      made = worker.submit(replica.pack, place.publish(state))
       state, _ = trainer.update(state, trainer.score(state, batch))
       now = jax.device_get(state.params)
       flat, _ = jax.tree.flatten_with_path(before)
@@ -238,6 +241,39 @@ def test_weights_that_are_packed_beside_an_update_are_those_before_it():
       same(dict(made.result().leaves), want)
       changed = jax.tree.map(lambda x, y: bool((x != y).any()), before, now)
       assert any(jax.tree.leaves(changed))
+
+
+def test_packing_does_not_wait_for_what_the_trainer_does_next():
+  cfg = runs.configured("placement.mode=roles")
+  place = on_one_device(cfg)
+  trainer = place.trainer(cfg.algo, cfg.optim, cfg.num_steps)
+  policy = place.publish(trainer.start(place.draw()))
+
+  @jax.jit
+  def long(x: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, 100, lambda _, x: 1e-3 * (x @ x), x)
+
+  ones = jax.device_put(
+    np.ones((1024, 1024), np.float32), place.meshes.training.devices.flat[0]
+  )
+  update = long.lower(ones).compile()(ones)
+  replica.pack(policy)
+  assert not update.is_ready()
+  jax.block_until_ready(update)
+
+
+def test_a_leaf_that_is_not_what_was_trained_is_not_packed(parts, seal):
+  params = jax.device_put(host(3), parts[1])
+  sums = seal(fingerprint.by_name(params))
+  name = next(iter(sums))
+  policy = types.Policy(
+    params=params,
+    version=3,
+    step=3,
+    fingerprints=({**sums, name: sums[name] + 1}, sums),
+  )
+  with pytest.raises(types.RunError, match=re.escape(name)):
+    replica.pack(policy)
 
 
 # ---------------------------------------------------------------------- cores

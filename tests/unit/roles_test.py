@@ -309,13 +309,12 @@ def test_whatever_else_breaks_in_fetching_ends_the_run(case):
 def test_weights_are_put_into_the_store_once_for_all_replicas(monkeypatch):
   packed, stored = [], []
   monkeypatch.setattr(
-    replica.Packer, "pack", lambda _, p: packed.append(p.step) or p.step
+    replica, "pack", lambda p: packed.append(p.step) or p.step
   )
-  packer = object.__new__(replica.Packer)
   ray = builtin_types.SimpleNamespace(
     put=lambda parcel: stored.append(parcel) or f"ref {parcel}"
   )
-  shipper = roles._Shipper(ray, packer)
+  shipper = roles._Shipper(ray)
   first, second = policy(1), policy(2)
   refs = [shipper.ship(p) for p in (first, first, second)]
   assert refs == ["ref 1", "ref 1", "ref 2"]

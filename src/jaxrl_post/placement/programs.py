@@ -54,6 +54,8 @@ class Programs:
       where that is the first weights.
     publisher: the way of the weights.
     resent: the way of those that an update may change; `publisher` if all.
+    seal: leaves by name to their checksums, for those that `publish` does not
+      move; None where nobody asks for them.
     merge: state to the weights of its policy, on the training mesh.
     steps: of all engines; None where other processes have them.
     engine: allocates an engine, from a random key; None likewise.
@@ -69,6 +71,7 @@ class Programs:
   reference: Callable[[], references.Reference]
   publisher: publishing.Publisher
   resent: publishing.Publisher
+  seal: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] | None
   merge: Callable[[types.TrainState], types.Tree]
   steps: sampling_programs.Steps | None
   engine: Callable[[jax.Array], engines.Engine] | None
@@ -106,8 +109,9 @@ class Programs:
         changes are taken from it and not sent again.
 
     Returns:
-      The policy. The training devices have done their part; the copy may still
-      be under way, and `verify` waits for it.
+      The policy. The training devices have done their part, whatever is
+      launched on them next; the copy may still be under way, and `verify` waits
+      for it. For replicas it has checksums of all leaves.
     """
     with self.launching():
       merged = self.merge(state)
@@ -118,6 +122,13 @@ class Programs:
       kept=None if old is None else old.params,
       launching=self.launching,
     )
+    if self.seal is not None:
+      before, after = fingerprints
+      named = fingerprint.by_name(params)
+      rest = {name: x for name, x in named.items() if name not in after}
+      with self.launching():
+        sums = self.seal(rest)
+      fingerprints = {**before, **sums}, {**after, **sums}
     jax.block_until_ready(fingerprints[0])
     return types.Policy(
       params=params,
@@ -278,7 +289,7 @@ def build(
   home = meshes.weight_shardings(spec, meshes.TRAINING_RULES, placed.training)
   shapes = specs.abstract(spec, jnp.dtype("float32"))
   sampled = quantize.spec(spec) if sampling.quantized else spec
-  steps, engine, rules = None, None, {}
+  steps, engine, seal, rules = None, None, None, {}
   if cfg.mode == "roles":
     out = specs.abstract(sampled, jnp.dtype("float32"))
     away = replica.outbox(out, placed.generation)
@@ -295,6 +306,9 @@ def build(
     quantized=quantize.channels(spec) if sampling.quantized else None,
     chunk_bytes=cfg.publish.chunk_bytes,
   )
+  if cfg.mode == "roles":
+    goals = {leaf.name: leaf.goal for leaf in publisher.leaves}
+    seal = fingerprint.checker(goals)
   changed = trained.changed(trains, spec)
   # One order of launches on devices that two threads share: two collectives in
   # different orders would wait for each other.
@@ -372,6 +386,7 @@ def build(
     reference=references.Reference if judge is None else judge.load,
     publisher=publisher,
     resent=publisher if changed is None else publisher.only(changed),
+    seal=seal,
     merge=_merging(trains, home),
     steps=steps,
     engine=engine,

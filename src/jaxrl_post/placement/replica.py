@@ -11,7 +11,6 @@ import pathlib
 import queue
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -120,37 +119,26 @@ def outbox(shapes: types.Tree, mesh: jax.sharding.Mesh) -> types.Tree:
   return jax.tree.map(one, shapes)
 
 
-class Packer:
-  """Makes parcels of policies, each once."""
+def pack(policy: types.Policy) -> Parcel:
+  """Copies weights to the host, and waits for them.
 
-  def __init__(
-    self,
-    shardings: Mapping[str, jax.sharding.NamedSharding],
-    lock: contextlib.AbstractContextManager[Any],
-  ) -> None:
-    """Compiles on the first use.
+  It launches nothing: a program launched now would wait on the training devices
+  until the update that they have begun meanwhile has ended.
 
-    Args:
-      shardings: of the policies' weights, by key path.
-      lock: held around every launch.
-    """
-    self._check, self._lock = fingerprint.checker(shardings), lock
+  Args:
+    policy: in its outbox, with checksums of all leaves.
 
-  def pack(self, policy: types.Policy) -> Parcel:
-    """Copies weights to the host; waits for them, and for nothing else.
-
-    Raises:
-      RunError: copies of a leaf differ; names it.
-    """
-    leaves = fingerprint.by_name(policy.params)
-    with self._lock:
-      sums = self._check(leaves)
-    return Parcel(
-      leaves=jax.device_get(leaves),
-      sums=_numbers(sums),
-      version=policy.version,
-      step=policy.step,
-    )
+  Raises:
+    RunError: a leaf is not what was trained, or copies of it differ; names it.
+  """
+  assert policy.fingerprints is not None, "published for replicas"
+  fingerprint.verify(policy.fingerprints)
+  return Parcel(
+    leaves=jax.device_get(fingerprint.by_name(policy.params)),
+    sums=_numbers(policy.fingerprints[1]),
+    version=policy.version,
+    step=policy.step,
+  )
 
 
 class Replica:
