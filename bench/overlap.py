@@ -9,12 +9,11 @@ cores: in lockstep on one device and split on two, and split with the same lags;
 these are the fair rivals on two cores. Before them each stage runs alone, on
 its core. On GPUs or TPUs, of which JAX must find two or more, parts of one
 process overlap: there all run in one process, and a stage alone has half of the
-devices.
+devices. On CPUs the stages also run at the same time and apart, with nothing
+between them: what is slower then is the machine's doing.
 
-The data, of letters drawn at random, are no task, and the reward is a constant
-of the rollout: what is timed is the stages. A run's figures are those of its
-steady state, without the first steps. On CPUs it needs two cores and the extra
-`ray`.
+Every run is `bench/balanced.py`. A run's figures are those of its steady state,
+without the first steps. On CPUs it needs two cores and the extra `ray`.
 """
 
 import argparse
@@ -22,31 +21,30 @@ import dataclasses
 import json
 import os
 import pathlib
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 
+import balanced
 import jax
+import rollout
 
 from jaxrl_post import config, loop, prepare, types
-from jaxrl_post.data import dataset, pack, sources
-from jaxrl_post.models import decoder, transformer
+from jaxrl_post.data import pack
 from jaxrl_post.placement import generator, mesh, programs, replica
-from jaxrl_post.rewards import pool
 from jaxrl_post.runtime import history, steps, summary
 from jaxrl_post.sampling import engine
-from jaxrl_post.training import optim
 
-_LETTERS = "".join(chr(ord("a") + i) for i in range(26))
-_PROMPT = 8
 _SPEED_GOAL, _WALL_GOAL = 1.6, 1 / 0.9
 _DEADLINE_S = 600.0
 _ROLES = ("placement.mode=roles", "placement.cpu_devices=1")
 _LAGS = (0, 1, 2, 4)
+_STAGES = ("training", "generation")
 # The four numbers, as `steps.measure` calls them, and how they are shown.
 _NUMBERS = {
   "consumed a device-hour": "{:.0f}",
@@ -57,60 +55,18 @@ _NUMBERS = {
 }
 
 
-def make(index: int) -> types.Example:
-  """Makes a prompt of letters that mean nothing."""
-  letters = random.Random(index).choices(_LETTERS, k=_PROMPT)
-  return types.Example(prompt="".join(letters), reference="")
-
-
-def score(rollout: types.Rollout, reference: str) -> float:
-  """Scores every other rollout, at no cost."""
-  return float(rollout.completion.uid % 2)
-
-
-def get_config() -> config.Run:
-  """Balanced stages; the vocabulary is so large that few rollouts stop.
-
-  A token costs more to train than to sample, but a small engine samples slowly.
-  """
-  return config.Run(
-    model=decoder.Model(
-      config=transformer.Config(
-        num_layers=4,
-        width=128,
-        num_heads=4,
-        num_kv_heads=2,
-        head_width=32,
-        ff_width=512,
-        vocab_size=512,
-      )
-    ),
-    data=dataset.Data(
-      train=sources.Generated(make, size=20_000),
-      alphabet=_LETTERS,
-      max_prompt=_PROMPT,
-    ),
-    rewards=pool.Rewards(functions=(score,), batch=64),
-    optim=optim.Optim(learning_rate=1e-5),
-    sampling=engine.Sampling(max_tokens=48, rows=4, block=2),
-    placement=mesh.Placement(cpu_devices=1),
-    num_steps=40,
-    groups_per_step=8,
-    group_size=4,
-    max_lag=0,
-  )
-
-
 # ------------------------------------------------------------- a stage alone
 
 
-def alone(stage: str, core: int | None, count: int) -> list[float]:
+def alone(stage: str, core: int | None, seconds: float) -> list[float]:
   """Runs one stage on one core, or without one on half of the accelerators.
 
+  When all is compiled, it says so on stdout and waits for a line.
+
   Returns:
-    Seconds of each step; compilation is left out.
+    Seconds of each step.
   """
-  cfg = get_config()
+  cfg = balanced.get_config()
   if core is None:
     halves = mesh.Placement(mode="split")
     cfg = dataclasses.replace(cfg, placement=halves)
@@ -121,12 +77,16 @@ def alone(stage: str, core: int | None, count: int) -> list[float]:
   place = loop.build(cfg, parts)
   makers = {"generation": _generation, "training": _training}
   step = makers[stage](cfg, parts, place)
-  times = []
-  for number in range(count + 2):
-    begun = time.perf_counter()
+  for number in range(2):
     step(number)
+  print("ready", flush=True)
+  sys.stdin.readline()
+  times = []
+  first = time.perf_counter()
+  while (begun := time.perf_counter()) - first < seconds:
+    step(2 + len(times))
     times.append(time.perf_counter() - begun)
-  return times[2:]
+  return times
 
 
 def _generation(
@@ -239,7 +199,7 @@ def run(
     The path.
   """
   chosen = [*settings, f"num_steps={count}", "checkpoint.every=0"]
-  args = [f"--exp={__file__}", f"--workdir={path}"]
+  args = [f"--exp={balanced.__file__}", f"--workdir={path}"]
   args += [f"--set={setting}" for setting in chosen]
   _child(["-m", "jaxrl_post.main", *args], str(folder / "compiled"))
   return path
@@ -261,14 +221,63 @@ def whole(
   return {"seconds": seconds} | {k: measured[k].value for k in _NUMBERS}
 
 
-def stage_alone(
-  name: str, core: int | None, count: int, folder: pathlib.Path
-) -> float:
-  """Returns the median seconds of a step of one stage by itself."""
-  args = [__file__, "--stage", name, "--steps", str(count)]
-  args += [] if core is None else ["--core", str(core)]
-  times = json.loads(_child(args, str(folder / "compiled")))
-  return statistics.median(times)
+def _run_stages(
+  cores: Mapping[str, int | None], seconds: float, folder: pathlib.Path
+) -> dict[str, float]:
+  """Runs stages at the same time, each in a process of its own.
+
+  Returns:
+    For each the median seconds of a step.
+  """
+  cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+  children = []
+  for stage, core in cores.items():
+    args = [__file__, "--stage", stage, "--seconds", str(seconds)]
+    args += [] if core is None else ["--core", str(core)]
+    children.append(
+      subprocess.Popen(
+        [sys.executable, *args],
+        env=cache | _environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+      )
+    )
+  late = threading.Timer(_DEADLINE_S, lambda: [c.kill() for c in children])
+  late.start()
+  for child in children:  # Each has compiled, and waits for a line.
+    assert child.stdout is not None
+    child.stdout.readline()
+  with futures.ThreadPoolExecutor(len(children)) as readers:
+    ends = list(readers.map(lambda c: c.communicate("go\n"), children))
+  late.cancel()
+  for child, (_, errors) in zip(children, ends, strict=True):
+    if child.returncode:
+      sys.exit(f"{child.args}: exit code {child.returncode}\n{errors}")
+  times = [statistics.median(json.loads(out)) for out, _ in ends]
+  return dict(zip(cores, times, strict=True))
+
+
+def stages(
+  cores: Sequence[int], seconds: float, folder: pathlib.Path
+) -> dict[str, float]:
+  """Returns the median seconds of a step of each stage, by what is run.
+
+  Args:
+    cores: one for each stage; none on accelerators.
+    seconds: that each is run for.
+    folder: keeps what is compiled.
+  """
+  chosen = dict(zip(_STAGES, cores or (None, None), strict=True))
+  found = {}
+  for stage, core in chosen.items():
+    found |= _run_stages({stage: core}, seconds, folder)
+  found = {f"{stage} alone": value for stage, value in found.items()}
+  if cores:
+    both = _run_stages(chosen, seconds, folder)
+    found |= {f"{stage} at once": value for stage, value in both.items()}
+  return found
 
 
 def arrangements(cores: Sequence[int]) -> dict[str, tuple[str, ...]]:
@@ -296,22 +305,6 @@ def arrangements(cores: Sequence[int]) -> dict[str, tuple[str, ...]]:
   return found
 
 
-def _name() -> str:
-  lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-  models = [line.partition(":")[2].strip() for line in lines if "name" in line]
-  cores = len(os.sched_getaffinity(0))
-  return f"{models[0] if models else 'unknown CPU'}, {cores} cores granted"
-
-
-def _figure(value: float, goal: float, peer: float, met: bool) -> dict:
-  return {
-    "value": round(value, 4),
-    "goal": round(goal, 4),
-    "peer": round(peer, 4),
-    "met": bool(met),
-  }
-
-
 def _spread(values: Sequence[float]) -> str:
   low, high = 1e3 * min(values), 1e3 * max(values)
   return f"{1e3 * statistics.median(values):7.0f} ({low:.0f}-{high:.0f})"
@@ -319,7 +312,7 @@ def _spread(values: Sequence[float]) -> str:
 
 def measure(repeats: int, count: int, skipped: int) -> dict[str, dict]:
   """Runs all arrangements in turn, prints the table, returns the figures."""
-  stages: dict[str, list[float]] = {"training": [], "generation": []}
+  apart: dict[str, list[float]] = {}
   with tempfile.TemporaryDirectory(prefix="overlap-") as name:
     folder = pathlib.Path(name)
     platform, devices = _machine(folder)
@@ -333,28 +326,31 @@ def measure(repeats: int, count: int, skipped: int) -> dict[str, dict]:
     plan = arrangements(cores[:2])
     found: dict[str, list[dict[str, float]]] = {name: [] for name in plan}
     for _ in range(repeats):
-      for stage, core in zip(stages, cores or (None, None), strict=False):
-        stages[stage].append(stage_alone(stage, core, count // 2, folder))
+      for name, seconds in stages(cores[:2], count / 6, folder).items():
+        apart.setdefault(name, []).append(seconds)
       for arrangement, settings in plan.items():
         found[arrangement].append(whole(settings, count, skipped, folder))
-  print(f"{_name()}; {devices} x {platform}; medians of {repeats} (spread)")
-  return report(stages, found)
+  there = f"{rollout.machine()}; {devices} x {platform}"
+  print(f"{there}; medians of {repeats} (spread)")
+  return report(apart, found)
 
 
 def report(
-  stages: Mapping[str, Sequence[float]],
+  times: Mapping[str, Sequence[float]],
   found: Mapping[str, Sequence[Mapping[str, float]]],
 ) -> dict[str, dict]:
   """Prints the table and returns the figures.
 
   Args:
-    stages: seconds of a step of each alone, of each repeat.
+    times: what `stages` returns, of each repeat, by its names.
     found: what `whole` returns, of each repeat, by arrangement.
   """
-  for stage, seconds in stages.items():
-    print(f"{stage + ' alone':30} {_spread(seconds):>18} ms a step")
-  alone_s = {k: statistics.median(v) for k, v in stages.items()}
-  longest, both = max(alone_s.values()), sum(alone_s.values())
+  for name, seconds in times.items():
+    print(f"{name:30} {_spread(seconds):>18} ms a step")
+  middle = {k: statistics.median(v) for k, v in times.items()}
+  alone_s = [middle[f"{stage} alone"] for stage in _STAGES]
+  longest, both = max(alone_s), sum(alone_s)
+  at_once = [v for k, v in middle.items() if k.endswith("at once")]
   wall_s = {
     name: statistics.median(each["seconds"] for each in runs)
     for name, runs in found.items()
@@ -383,26 +379,41 @@ def report(
     )
   print(f"ideal, from the stages alone: {both / longest:.2f}x of lockstep")
   rivals = [wall for name, wall in wall_s.items() if not name.startswith(apart)]
-  return _figures(apart, wall_s, longest, min(rivals))
+  if at_once:
+    print(f"the longer stage, both at once: {max(at_once) / longest:.2f} times")
+  longer = longest, max(at_once, default=longest)
+  return _figures(apart, wall_s, longer, min(rivals))
 
 
 def _figures(
-  apart: str, wall_s: Mapping[str, float], longest: float, rival: float
+  apart: str,
+  wall_s: Mapping[str, float],
+  longer: tuple[float, float],
+  rival: float,
 ) -> dict[str, dict]:
-  """Returns the figures of the runs whose stages have devices of their own."""
+  """Returns the figures of the runs whose stages have devices of their own.
+
+  Args:
+    apart: how their names begin.
+    wall_s: seconds of a step, by name.
+    longer: of the longer stage: alone, and beside the other one.
+    rival: the fastest of the others, in seconds.
+  """
   figures, lockstep = {}, wall_s[f"{apart}, lockstep"]
+  longest, at_once = longer
   lags = [lag for lag in _LAGS if lag]
   for lag in lags:
     wall = wall_s[f"{apart}, max_lag {lag}"]
-    speed, over = lockstep / wall, wall / longest
-    figures[f"overlap/speedup_lag_{lag}"] = _figure(
-      speed, _SPEED_GOAL, lockstep / rival, speed >= _SPEED_GOAL
-    )
-    figures[f"overlap/wall_lag_{lag}"] = _figure(
-      over, _WALL_GOAL, rival / longest, over <= _WALL_GOAL
-    )
+    for name, value, goal, peer, meets in (
+      ("speedup", lockstep / wall, _SPEED_GOAL, lockstep / rival, float.__ge__),
+      ("wall", wall / longest, _WALL_GOAL, rival / longest, float.__le__),
+      ("at_once", wall / at_once, _WALL_GOAL, rival / at_once, float.__le__),
+    ):
+      figures[f"overlap/{name}_lag_{lag}"] = rollout.figure(
+        value, goal, peer, meets
+      )
   best = min(wall_s[f"{apart}, max_lag {lag}"] for lag in lags)
-  figures["overlap/of_rival"] = _figure(rival / best, 1.0, 1.0, best <= rival)
+  figures["overlap/of_rival"] = rollout.figure(rival / best, 1.0, 1.0)
   return figures
 
 
@@ -415,9 +426,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--steps", type=int, default=60)
   parser.add_argument("--stage", choices=("training", "generation"))
   parser.add_argument("--core", type=int)
+  parser.add_argument("--seconds", type=float, default=10)
   chosen = parser.parse_args(arguments)
   if chosen.stage:
-    print(json.dumps(alone(chosen.stage, chosen.core, chosen.steps)))
+    print(json.dumps(alone(chosen.stage, chosen.core, chosen.seconds)))
     return
   repeats, count, skipped = chosen.repeats, chosen.steps, 12
   if chosen.quick:

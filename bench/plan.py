@@ -24,8 +24,8 @@ import rollout
 from jaxrl_post.planning import measure, simulate
 
 _GOAL = 0.1
-# The experiment of bench/overlap.py with a smaller decoder, which stops after
-# some twenty tokens, and a larger engine.
+# bench/balanced.py with a smaller decoder, which stops after some twenty
+# tokens, and a larger engine.
 _SMALL = (
   "model.config.num_layers=2",
   "model.config.width=64",
