@@ -87,6 +87,8 @@ def prepare(cfg: config.Run) -> Parts:
   """
   shaped = model(cfg)
   shape = shaped.config
+  if cfg.model.path is not None:
+    weights.check(cfg.model.path, shape)
   talker = multi_turn.made(cfg.env, cfg.stream, cfg.max_lag)
   data = dataset.load(
     cfg.data,

@@ -217,7 +217,7 @@ def test_the_command_writes_a_folder_once(trained, tmp_path):
   words = (
     runs.experiment(),
     "--mode=export",
-    f"--workdir={run.folder}",
+    f"--workdir={os.path.relpath(run.folder, tmp_path)}",
     "--to=out/model",
     "--dtype=bfloat16",
     "--shard_mb=1",

@@ -144,9 +144,9 @@ def test_a_missing_field_is_told_with_those_there_are(kind, tmp_path):
 def test_what_is_not_there_or_empty_is_refused(kind, tmp_path):
   write, source = KINDS[kind]
   line = refused(source(str(tmp_path / "none")))
-  assert "data.path: expected" in line and str(tmp_path / "none") in line
+  assert "source.path: expected" in line and str(tmp_path / "none") in line
   assert kind == "hf_disk" or "(No such file or directory). Corr" in line
-  with pytest.raises(types.InputError, match="data.limit: expected >= 1"):
+  with pytest.raises(types.InputError, match="source.limit: expected >= 1"):
     source("data", limit=0)
   if kind == "jsonl":
     assert "at least one row" in refused(source(write(tmp_path / "0", [])))

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl_post import types
+from jaxrl_post import prepare, types
 from jaxrl_post.models import weights
+from tests.e2e import runs
 from tests.reference import tiny_folder
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -325,3 +326,13 @@ def test_a_size_that_the_weights_do_not_have_makes_no_array(folder):
   hf |= {"vocab_size": 2**31 - 1, "intermediate_size": 2**31 - 1}
   (folder / "config.json").write_text(json.dumps(hf))
   assert "Config and weights are of two models" in refusal(folder)
+
+
+def test_a_run_looks_for_its_weights_before_it_takes_devices(tmp_path):
+  tiny_folder.write(tmp_path / "whole", "llama", seed=0)
+  settings = ("model.config=none", "data.alphabet=none")
+  cfg = runs.configured(f"model.path={tmp_path / 'whole'}", *settings)
+  prepare.prepare(cfg)
+  (tmp_path / "whole" / "model.safetensors").unlink()
+  with pytest.raises(types.InputError, match=r"whole: expected .*safetensors"):
+    prepare.prepare(cfg)

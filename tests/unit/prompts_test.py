@@ -77,6 +77,11 @@ def test_jsonl_takes_other_fields_and_stops_at_the_limit(tmp_path):
       '{"prompt": [{"role": "user", "content": null}], "answer": 1}',
       "got {'role': 'user', 'content': None}",
     ),
+    (
+      '{"prompt": "\\ud83d 1", "answer": 1}',
+      "got half of a character, '.ud83d'",
+    ),
+    ('{"prompt": "a", "answer": ["\\uDE00"]}', "got half of a character"),
     (b'{"prompt": "\xff", "answer": 1}', "expected UTF-8, got byte 0xff at"),
   ],
 )
@@ -87,9 +92,15 @@ def test_a_bad_line_is_refused_by_file_and_line(tmp_path, line, told):
   assert "\n" not in str(raised.value)
 
 
+def test_both_halves_of_a_character_are_text(tmp_path):
+  path = written(tmp_path, '{"prompt": "\\ud83d\\ude00", "answer": 1}')
+  (found,) = sources.Jsonl(path).load()
+  assert found.prompt == "\N{GRINNING FACE}"
+
+
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
   for path in (str(tmp_path / "missing.jsonl"), str(tmp_path)):
-    with pytest.raises(types.InputError, match="data.path: expected"):
+    with pytest.raises(types.InputError, match="source.path: expected"):
       sources.Jsonl(path).load()
 
 
@@ -103,12 +114,23 @@ def test_generated_examples_are_those_of_the_indices():
   assert source.load() == (example(5), example(6))
 
 
+@pytest.mark.parametrize("made", [None, "a prompt", ("a", "b")])
+def test_what_a_function_makes_is_an_example(made):
+  source = sources.Generated(make=lambda i: made, size=3, start=7)
+  with pytest.raises(types.InputError, match="Example of index 7, got"):
+    source.load()
+
+
 def test_sizes_below_one_are_refused():
-  with pytest.raises(types.InputError, match="data.size: expected >= 1, got 0"):
+  with pytest.raises(
+    types.InputError, match="source.size: expected >= 1, got 0"
+  ):
     sources.Generated(make=example, size=0)
-  with pytest.raises(types.InputError, match="data.limit: expected >= 1"):
+  with pytest.raises(types.InputError, match="source.limit: expected >= 1"):
     sources.Jsonl("data.jsonl", limit=0)
-  with pytest.raises(types.InputError, match="data.size: expected >= 1, got 0"):
+  with pytest.raises(
+    types.InputError, match="source.size: expected >= 1, got 0"
+  ):
     gym.Gym(name="basic_arithmetic", size=0, seed=0)
 
 

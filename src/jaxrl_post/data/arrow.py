@@ -72,7 +72,8 @@ def columns(path: str, known: Sequence[str], names: Iterable[str]) -> list[str]:
     if column not in known:
       raise types.InputError(
         f"{path}: expected a column {column!r}, got {fields.short([*known])}. "
-        "Name the field in data.prompt or data.answer."
+        "Name it as the source's prompt or answer, as in --set "
+        "data.train.prompt=NAME."
       )
     found.append(column)
   return list(dict.fromkeys(found))

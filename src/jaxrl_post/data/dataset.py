@@ -66,6 +66,13 @@ class Data:
   pool: difficulty.Pool | None = None
 
   def __post_init__(self) -> None:
+    several = sources.Source | Sets | None
+    for name, kinds in (("train", sources.Source), ("held_out", several)):
+      if not isinstance(getattr(self, name), kinds):
+        raise types.InputError(
+          f"data.{name}: expected a source, such as sources.Jsonl(path), got "
+          f"{getattr(self, name)!r:.100}. Correct the experiment."
+        )
     if self.max_prompt < 1:
       raise types.InputError(
         f"data.max_prompt: expected >= 1, got {self.max_prompt}. Correct it."

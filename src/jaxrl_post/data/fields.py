@@ -56,11 +56,11 @@ def check_limit(limit: int | None) -> None:
   """Refuses a limit that leaves nothing.
 
   Raises:
-    types.InputError: it is below 1.
+    types.InputError: it is below 1, or no whole number.
   """
-  if limit is not None and limit < 1:
+  if limit is not None and (type(limit) is not int or limit < 1):
     raise types.InputError(
-      f"data.limit: expected >= 1 or None, got {limit}. None reads all."
+      f"source.limit: expected >= 1 or None, got {limit!r}. None reads all."
     )
 
 
@@ -76,10 +76,14 @@ def files(path: str) -> list[str]:
   Raises:
     types.InputError: nothing fits the pattern, or the path is a folder.
   """
+  if not isinstance(path, str):
+    raise types.InputError(
+      f"source.path: expected text, got {short(path)}. Name a file."
+    )
   place = pathlib.Path(path)
   if place.is_dir():
     raise types.InputError(
-      f"data.path: expected a file, or a pattern such as train-*, got the "
+      f"source.path: expected a file, or a pattern such as train-*, got the "
       f"folder {path!r}. Add one to it."
     )
   if place.exists() or not set("*?[") & set(place.name):
@@ -87,8 +91,8 @@ def files(path: str) -> list[str]:
   found = sorted(map(str, place.parent.glob(place.name)))
   if not found:
     raise types.InputError(
-      f"data.path: expected a pattern that files fit, got {path!r}, which none "
-      "does. Correct the path."
+      f"source.path: expected a pattern that files fit, got {path!r}, which "
+      "none does. Correct the path."
     )
   return found
 
@@ -97,7 +101,7 @@ def unreadable(path: str, error: OSError) -> types.InputError:
   """Returns what to raise for a file that the system does not give."""
   reason = os.strerror(error.errno) if error.errno else error.strerror
   return types.InputError(
-    f"data.path: expected a readable file, got {path!r} ({reason}). Correct "
+    f"source.path: expected a readable file, got {path!r} ({reason}). Correct "
     "the path."
   )
 
@@ -125,12 +129,24 @@ def json_row(place: str, raw: bytes) -> dict[str, Any]:
     raise types.InputError(
       f"{place}: expected a JSON object, got one nested too deep. Flatten it."
     ) from error
+  if b"\\u" in raw:  # Escapes can write what is no text.
+    _refuse_surrogates(place, row)
   if not isinstance(row, dict):
     raise types.InputError(
       f"{place}: expected a JSON object, got {short(row)}. Write one object in "
       "each row."
     )
   return row
+
+
+def _refuse_surrogates(place: str, row: Any) -> None:
+  try:
+    json.dumps(row, ensure_ascii=False).encode("utf-8")
+  except UnicodeEncodeError as error:
+    raise types.InputError(
+      f"{place}: expected text, got half of a character, "
+      f"{error.object[error.start]!r}. Write both halves, or none."
+    ) from error
 
 
 def short(value: Any) -> str:
@@ -155,7 +171,8 @@ def _field(place: str, row: Row, name: str) -> Any:
       known = list(value) if isinstance(value, Mapping) else value
       raise types.InputError(
         f"{place}: expected a field {name!r}, got {short(known)}. Correct the "
-        "row, or name the field in data.prompt or data.answer."
+        "row, or name the field as the source's prompt or answer, as in "
+        "--set data.train.prompt=NAME."
       )
     value = value[part]
   return value

@@ -45,13 +45,13 @@ class Gym:
     for holds, name, rule, value in rules:
       if not holds:
         raise types.InputError(
-          f"data.{name}: expected {rule}, got {value}. Correct the value."
+          f"source.{name}: expected {rule}, got {value}. Correct the value."
         )
     if self.name not in factory.DATASETS:
       near = difflib.get_close_matches(self.name, factory.DATASETS, 1)
       hint = f"Did you mean {near[0]!r}?" if near else "Its README lists them."
       raise types.InputError(
-        f"data.name: expected a reasoning-gym data set, got {self.name!r}. "
+        f"source.name: expected a reasoning-gym data set, got {self.name!r}. "
         f"{hint}"
       )
 
@@ -71,7 +71,7 @@ class Gym:
       )
     except (AssertionError, TypeError, ValueError) as error:
       raise types.InputError(
-        f"data.options: expected options of {self.name}, got {options} "
+        f"source.options: expected options of {self.name}, got {options} "
         f"({error}). Correct the option."
       ) from error
     return tuple(

@@ -85,7 +85,7 @@ class HfDisk:
         f"one of {', '.join(splits)}" if splits else "None, as there is one"
       )
       raise types.InputError(
-        f"data.split: expected {rule}, got {self.split!r} for {folder}. "
+        f"source.split: expected {rule}, got {self.split!r} for {folder}. "
         "Correct it."
       )
     return folder / str(self.split)
@@ -96,7 +96,7 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
   path = folder / _STATE
   if not path.exists():
     raise types.InputError(
-      f"data.path: expected a folder that save_to_disk wrote, got {folder} "
+      f"source.path: expected a folder that save_to_disk wrote, got {folder} "
       f"without {_STATE}. Correct the path."
     )
   state = _read(path)

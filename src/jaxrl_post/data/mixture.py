@@ -41,7 +41,9 @@ class Mixture:
 
   def __post_init__(self) -> None:
     weights = self.weights
-    positive = all(0 < w < math.inf for w in weights or ())
+    positive = all(
+      isinstance(w, int | float) and 0 < w < math.inf for w in weights or ()
+    )
     nested = any(isinstance(source, Mixture) for source in self.sources)
     rules = (
       (bool(self.sources), "sources", "at least one", "none"),
@@ -57,7 +59,7 @@ class Mixture:
     for holds, name, rule, value in rules:
       if not holds:
         raise types.InputError(
-          f"data.{name}: expected {rule}, got {value}. Correct it."
+          f"mixture.{name}: expected {rule}, got {value}. Correct it."
         )
 
   def load(self) -> tuple[types.Example, ...]:
@@ -162,7 +164,7 @@ def _whole(weights: Sequence[float]) -> list[int]:
   whole = [weight // divisor for weight in whole]
   if sum(whole) > MAX_PERIOD:
     raise types.InputError(
-      "data.weights: expected ratios that come out even within "
+      "mixture.weights: expected ratios that come out even within "
       f"{MAX_PERIOD} draws, got {tuple(weights)}. Round them: 2 and 1 instead "
       "of 0.6666667 and 0.3333333. The sizes of the sources are the default."
     )

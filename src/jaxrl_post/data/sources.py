@@ -80,14 +80,27 @@ class Generated:
   def __post_init__(self) -> None:
     if self.size < 1:
       raise types.InputError(
-        f"data.size: expected >= 1, got {self.size}. Ask for an example."
+        f"source.size: expected >= 1, got {self.size}. Ask for an example."
       )
 
   def load(self) -> tuple[types.Example, ...]:
-    """Makes the examples of indices `start` to `start + size`."""
+    """Makes the examples of indices `start` to `start + size`.
+
+    Raises:
+      types.InputError: `make` returns something else; names the index.
+    """
     return tuple(
-      self.make(i) for i in range(self.start, self.start + self.size)
+      self._made(i) for i in range(self.start, self.start + self.size)
     )
+
+  def _made(self, index: int) -> types.Example:
+    made = self.make(index)
+    if not isinstance(made, types.Example):
+      raise types.InputError(
+        f"source.make: expected a types.Example of index {index}, got "
+        f"{fields.short(made)}. Correct the function."
+      )
+    return made
 
 
 def _lines(path: str) -> Iterator[bytes]:

@@ -27,11 +27,18 @@ class Samples:
   answer: Callable[[str], str | None] | None = None
 
   def __post_init__(self) -> None:
-    if self.number < 1:
+    if type(self.number) is not int or self.number < 1:
       raise types.InputError(
-        f"evaluation.samples.number: expected >= 1, got {self.number}. "
+        f"evaluation.samples.number: expected >= 1, got {self.number!r}. "
         "Correct the value."
       )
+    for name in ("success", "answer"):
+      value = getattr(self, name)
+      if not callable(value) and (value is not None or name == "success"):
+        raise types.InputError(
+          f"evaluation.samples.{name}: expected a function, got {value!r:.99}. "
+          "Correct it."
+        )
 
 
 def estimate(number: int, right: int, k: int) -> float:

@@ -150,7 +150,7 @@ def only(hf: Mapping[str, Any], name: str, *allowed: object) -> None:
 def refusal(name: str, rule: str, value: object) -> types.InputError:
   """Returns the error for a field of a checkpoint's config."""
   return types.InputError(
-    f"checkpoint.{name}: expected {rule}, got {value!r:.100}. This model "
+    f"{name}: expected {rule}, got {value!r:.100}. This model "
     "cannot be computed here: take another checkpoint."
   )
 

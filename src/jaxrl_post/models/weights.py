@@ -123,8 +123,13 @@ def read_config(path: str) -> transformer.Config:
   """
   place = pathlib.Path(path)
   if _is_gguf(place):
-    return _config(gguf_io.read(path).config)
-  return _config(safetensors_io.read_json(place / "config.json"))
+    hf = gguf_io.read(path).config
+  else:
+    hf = safetensors_io.read_json(place / "config.json")
+  try:
+    return _config(hf)
+  except types.InputError as error:
+    raise types.InputError(f"{path}: {error}") from error
 
 
 def _entries(path: str) -> dict[str, hf_format.Entry]:

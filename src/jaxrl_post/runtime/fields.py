@@ -81,7 +81,8 @@ def read(
     for key in reversed(place):
       tree = {key.key: tree}
     with context:
-      (array,) = jax.tree.leaves(ocp.load(str(path / checkpoint.STATE), tree))
+      state = str((path / checkpoint.STATE).absolute())
+      (array,) = jax.tree.leaves(ocp.load(state, tree))
     return array
 
   # One at a time: all at once, as many bytes again would wait beside them.
