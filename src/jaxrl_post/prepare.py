@@ -130,7 +130,7 @@ def prepare(cfg: config.Run) -> Parts:
   if cfg.reference is not None and cfg.reference.path is not None:
     _check_same_ids(cfg.reference.path, data.tokenizer)
   if cfg.replay is not None:
-    _check_replay(cfg.replay, about(cfg, parts))
+    _check_replay(cfg.replay, about(cfg, parts), routed=shaped.replays)
   if cfg.stream.follow:
     _check_events(cfg, parts)
   _warn_uncorrected(cfg)
@@ -156,11 +156,12 @@ def reference(
   if model is None:
     return None
   path = model.path
-  if model.balance is not None:
-    raise types.InputError(
-      "reference.balance: expected none, as a reference does not train, got "
-      f"{model.balance.coef}. Leave it out."
-    )
+  for name in ("balance", "routing"):
+    if (given := getattr(model, name)) is not None:
+      raise types.InputError(
+        f"reference.{name}: expected none, as a reference does not train, got "
+        f"{given}. Leave it out."
+      )
   if path is not None and not pathlib.Path(path).exists():
     raise types.InputError(
       f"reference.path: expected a folder with config.json or a .gguf file, "
@@ -262,8 +263,13 @@ def about(cfg: config.Run, parts: Parts) -> dict[str, Any]:
   }
 
 
-def _check_replay(folder: str, ours: dict[str, Any]) -> None:
+def _check_replay(folder: str, ours: dict[str, Any], *, routed: bool) -> None:
   """Refuses a dump that is damaged, or that this run cannot train on."""
+  if routed:
+    raise types.InputError(
+      "model.routing.replay: expected false with debug.replay, as a dump does "
+      "not have the experts of its tokens, got true. Set one of the two."
+    )
   for path in dump.batches(folder):
     theirs = dump.about(path)
     rules = [
@@ -350,6 +356,7 @@ def layout(cfg: config.Run, shape: decoder.Shape, devices: int) -> pack.Layout:
     row_parts=mesh.row_parts(axes, devices),
     length_parts=mesh.context_parts(axes, devices),
     alone=not decoder.packs(shape),
+    routing=decoder.of(cfg.model, shape).noted,
   )
 
 

@@ -10,16 +10,11 @@ L layers. Log-probabilities are in nats.
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import (
-  Any,
-  Literal,
-  TypeAlias,
-  TypeVar,
-  dataclass_transform,
-)
+from typing import Any, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import flax.struct
 import jax
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 _T = TypeVar("_T")
@@ -125,6 +120,8 @@ class Batch:
     teacher_logprobs: of these.
     values: of the critic before the update; None without one, as the next.
     returns: what the critic is to predict.
+    routing: experts that the engine sent each token through, -1 where it read
+      none; None where the trainer chooses them.
   """
 
   tokens: Int[Array, "B T"]
@@ -148,6 +145,7 @@ class Batch:
   teacher_logprobs: Float[Array, "B T num"] | None = None
   values: Float[Array, "B T"] | None = None
   returns: Float[Array, "B T"] | None = None
+  routing: Int[Array, "B T L X"] | None = None
 
 
 @record
@@ -431,6 +429,9 @@ class Completion:
       before it, in the same kind of distribution; empty if not asked for.
     turns: of a conversation with an environment; its finish is "length" where
       turns or tokens ended before it did. Empty without an environment.
+    routing: experts, in each layer, of every token that the engine read: all of
+      prompt and completion but the last; None where they were not noted. Not
+      looked at by `==`.
   """
 
   uid: int
@@ -441,6 +442,9 @@ class Completion:
   top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
   prompt_logprobs: tuple[float, ...] = ()
   turns: tuple[Turn, ...] = ()
+  routing: Int[np.ndarray, "T L X"] | None = dataclasses.field(
+    default=None, compare=False
+  )
 
 
 @host_record

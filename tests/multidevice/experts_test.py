@@ -35,17 +35,24 @@ def _params():
 
 def _batch(rows):
   draw = np.random.RandomState(2)
+  given = np.argsort(draw.rand(rows, 8, 2, 8))[..., :3].astype(np.int8)
+  # Half of the tokens go where the router sends them.
+  given[draw.rand(rows, 8) < 0.5] = -1
   return dict(
     tokens=jnp.asarray(draw.randint(0, 64, (rows, 8))),
     positions=jnp.broadcast_to(jnp.arange(8), (rows, 8)),
     segment_ids=jnp.ones((rows, 8), jnp.int32),
     counted=jnp.asarray(draw.randint(0, 2, (rows, 8)), jnp.float32),
+    routing=jnp.asarray(given),
   )
 
 
 def _loss(decoder, params, batch):
   """Sums up something of each state, and of the loads."""
-  hidden, told = decoders.routed(decoder, params, **batch)
+  routing = jnp.moveaxis(batch["routing"], 2, 0)
+  hidden, told = decoders.routed(
+    decoder, params, **{**batch, "routing": routing}
+  )
   angles = jnp.arange(float(hidden.size)).reshape(hidden.shape)
   total = jnp.sum(hidden * jnp.cos(angles)) / 8
   even = experts.imbalance(told.counts, told.probs, jnp.sum(batch["counted"]))
@@ -142,10 +149,12 @@ EIGHT = (
 
 
 @pytest.mark.slow
-def test_c113_a_run_over_eight_devices_is_that_of_one(tmp_path):
+@pytest.mark.parametrize("more", [(), ("model.routing.replay=true",)])
+def test_c113_a_run_over_eight_devices_is_that_of_one(more, tmp_path):
+  more = ("num_steps=2", *more)
   with runs.compile_cache():
-    one = runs.train(tmp_path / "one", "num_steps=2", exp="moe")
-    run = runs.train(tmp_path / "eight", "num_steps=2", *EIGHT, exp="moe")
+    one = runs.train(tmp_path / "one", *more, exp="moe")
+    run = runs.train(tmp_path / "eight", *more, *EIGHT, exp="moe")
   gate = run.state.params["layers"]["expert_gate"]
   assert gate.sharding.shard_shape(gate.shape) == (1, 2, 8, 16)
   for got, expected in zip(run.groups, one.groups, strict=True):

@@ -116,6 +116,16 @@ def test_every_process_ends_well_and_the_head_alone_reports(name, ran):
   assert all(end.survivors == () for end in (head, *others))
 
 
+@pytest.mark.slow
+def test_experts_that_an_engine_chose_reach_every_process(tmp_path):
+  options = ("num_steps=2", "model.routing.replay=true")
+  ends = group.run(2, tmp_path, *command(*options, exp="moe"), *SPLIT)
+  assert [end.code for end in ends] == [0, 0], ends
+  for line in runs.metrics(tmp_path / "run"):
+    assert 0 <= line["moe/differing"] < 0.01  # Rounding alone.
+    assert line["mismatch/max_abs"] <= 1e-5
+
+
 @pytest.mark.parametrize("one, many", PAIRS)
 def test_c113_several_processes_make_the_tokens_and_losses_of_one(
   one, many, ran

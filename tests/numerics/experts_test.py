@@ -155,7 +155,7 @@ def test_an_expert_that_nobody_chooses_has_no_gradient():
 def test_the_router_is_float32_in_bfloat16_too():
   cfg, w = experts.Experts(64, 2), _layer(64, "bfloat16")
   x = jax.random.normal(jax.random.key(0), (4, 64, 12), jnp.bfloat16)
-  made, ids, probs = experts.portable(cfg, x, w, None)
+  made, ids, probs, _ = experts.portable(cfg, x, w, None)
   assert (made.dtype, probs.dtype) == (jnp.bfloat16, jnp.float32)
   exact = np.asarray(x, np.float64) @ np.asarray(w.router, np.float64)
   best = np.argsort(-exact, axis=-1, kind="stable")[..., :2]

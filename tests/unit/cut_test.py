@@ -1,5 +1,7 @@
 """Cuts: what a stream holds, written and read without a bit of difference."""
 
+import dataclasses
+import io
 import math
 
 import numpy as np
@@ -98,6 +100,56 @@ def test_what_is_written_is_read(cut):
   assert repr(again) == repr(cut)
   assert again.groups[1] == cut.groups[1]
   assert again.ledger == cut.ledger
+
+
+def routed(made: types.Completion, seed: int) -> types.Completion:
+  draw = np.random.default_rng(seed)
+  shape = (len(made.tokens) + 1 - 1, 3, 2)  # The prompt has one token.
+  routing = draw.integers(0, 100, shape).astype(np.int8)
+  return dataclasses.replace(made, routing=routing)
+
+
+@pytest.fixture(name="with_experts")
+def _with_experts(cut):
+  """All that has ended has its experts; what is half made has none."""
+  first, *others = cut.groups
+  first = dataclasses.replace(
+    first,
+    sampled=tuple(routed(made, 0) for made in first.sampled),
+    scored=tuple(
+      dataclasses.replace(r, completion=routed(r.completion, i))
+      for i, r in enumerate(first.scored, 1)
+    ),
+  )
+  return dataclasses.replace(cut, groups=(first, *others))
+
+
+def test_experts_of_tokens_are_read_back(with_experts):
+  written, again = with_experts.groups[0], read(cuts.to_files(with_experts))
+  assert again.groups[1] == with_experts.groups[1]
+  for one, other in zip(
+    (*written.sampled, *(r.completion for r in written.scored)),
+    (*again.groups[0].sampled, *(r.completion for r in again.groups[0].scored)),
+    strict=True,
+  ):
+    assert other == one and other.routing.dtype == np.int8
+    np.testing.assert_array_equal(other.routing, one.routing)
+
+
+@pytest.mark.parametrize("change", ["gone", "shorter", "longer"])
+def test_experts_that_do_not_fit_are_damage(with_experts, change):
+  files = cuts.to_files(with_experts)
+  with np.load(io.BytesIO(files["stream.npz"])) as file:
+    arrays = dict(file)
+  routing = arrays.pop("routing")
+  if change == "shorter":
+    arrays["routing"] = routing[:-1]
+  elif change == "longer":
+    arrays["routing"] = np.append(routing, routing[:1])
+  out = io.BytesIO()
+  np.savez(out, **arrays)
+  with pytest.raises(types.RunError, match="the stream as it was saved"):
+    read({**files, "stream.npz": out.getvalue()})
 
 
 def test_the_arrays_can_be_read_without_the_package(cut, tmp_path):

@@ -181,6 +181,12 @@ def test_balance_is_of_experts_that_train():
   both = _run(algo=algo, reference=run.model)
   with refused("reference.balance: expected none, as a reference does not"):
     prepare.reference(both, prepare.model(run).config)
+  routed = dataclasses.replace(
+    run.model, balance=None, routing=experts.Routing()
+  )
+  both = _run(algo=algo, reference=routed)
+  with refused("reference.routing: expected none, as a reference does not"):
+    prepare.reference(both, prepare.model(run).config)
 
 
 def test_the_shape_in_a_runs_file_is_read_back():

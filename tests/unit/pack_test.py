@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -56,6 +57,49 @@ def test_entry_t_speaks_of_token_t():
   assert batch.policy_versions[0].tolist() == [-1, -1, 7, 8, 9, -1, -1, -1]
   assert batch.sampler_logprobs[0].tolist() == [0, 0, -0.5, -1.5, -2.5, 0, 0, 0]
   assert batch.temperature[0] == 0.5
+
+
+def routed(made: types.Rollout) -> types.Rollout:
+  """Sends the n-th token of a rollout to experts 2 n and 2 n + 1 of a layer."""
+  count = len(made.prompt.tokens) + len(made.completion.tokens) - 1
+  routing = np.arange(2 * count, dtype=np.int8).reshape(count, 1, 2)
+  routing += np.int8(10 * made.completion.uid)
+  completion = dataclasses.replace(made.completion, routing=routing)
+  return dataclasses.replace(made, completion=completion)
+
+
+ROUTED = dataclasses.replace(
+  LAYOUT, length=9, routing=jax.ShapeDtypeStruct((1, 2), np.int8)
+)
+
+
+def test_experts_lie_with_their_tokens_and_those_of_a_shared_prompt_once():
+  one, two = rollout(0, (5, 6, 4), (7, 8)), rollout(1, (5, 6, 4), (9, 3))
+  batch = pack.pack([group(routed(one), routed(two))], ROUTED)
+  assert batch.tokens[0].tolist() == [5, 6, 4, 7, 8, 4, 9, 3, 0]
+  assert batch.routing.shape == (5, 9, 1, 2) and batch.routing.dtype == np.int8
+  first = batch.routing[0, :, 0, 0].tolist()
+  assert first == [0, 2, 4, 6, -1, 14, 16, -1, -1]
+  assert batch.routing[0, :, 0, 1].tolist()[:4] == [1, 3, 5, 7]
+  assert (batch.routing[1:] == -1).all()
+  # Without the prompt's company all of it is the rollout's own.
+  apart = dataclasses.replace(ROUTED, alone=True)
+  batch = pack.pack([group(routed(one), routed(two))], apart)
+  rows = [[0, 2, 4, 6, -1, -1], [10, 12, 14, 16, -1, -1]]
+  assert batch.routing[:2, :6, 0, 0].tolist() == rows
+
+
+def test_experts_are_asked_for_by_the_layout_alone():
+  made = routed(rollout(0, (5,), (7, 8)))
+  assert packed(group(made)).routing is None
+  with pytest.raises(ValueError, match=r"experts of all but .*, got None"):
+    pack.pack([group(rollout(0, (5,), (7, 8)))], ROUTED)
+  short = dataclasses.replace(
+    made.completion, routing=made.completion.routing[:-1]
+  )
+  cut = dataclasses.replace(made, completion=short)
+  with pytest.raises(ValueError, match=r"\(2, 1, 2\), got \(1, 1, 2\)"):
+    pack.pack([group(cut)], ROUTED)
 
 
 def sampled_at(*versions: int) -> types.Group:

@@ -1,5 +1,6 @@
 """The reward pool: what comes back, and what is left behind."""
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -403,6 +404,16 @@ def test_functions_that_no_other_process_can_load_are_refused():
 def test_a_setting_out_of_range_is_refused(fields, place):
   with pytest.raises(types.InputError, match=f"^{place}: expected"):
     config(**fields)
+
+
+def test_experts_of_tokens_do_not_travel_to_rewards():
+  plain = rollout(reference=3)
+  routing = np.zeros((200, 48, 8), np.int8)
+  made = dataclasses.replace(plain.completion, routing=routing)
+  sent = pools._dump(dataclasses.replace(plain, completion=made))
+  assert len(sent) < 1000
+  assert pickle.loads(sent).completion == plain.completion
+  assert pickle.loads(sent).completion.routing is None
 
 
 def test_the_configuration_itself_can_be_pickled():

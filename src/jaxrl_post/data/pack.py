@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxrl_post import types
@@ -26,6 +27,8 @@ class Layout:
       next so many. A multiple of `together`.
     alone: whether each rollout has a row of its own, for a model that cannot
       tell sequences of a row apart; `together` is 1 then.
+    routing: what completions have of each token, as [L, X]: the experts that it
+      is to go through; None for a trainer that chooses them.
   """
 
   rows: int
@@ -35,6 +38,7 @@ class Layout:
   minibatches: int = 1
   unit: int = 1
   alone: bool = False
+  routing: jax.ShapeDtypeStruct | None = None
 
   def __post_init__(self) -> None:
     if self.alone and self.together > 1:
@@ -70,6 +74,7 @@ def layout(
   row_parts: int = 1,
   length_parts: int = 1,
   alone: bool = False,
+  routing: jax.ShapeDtypeStruct | None = None,
 ) -> Layout:
   """Decides how many rollouts of a prompt share it in a row.
 
@@ -88,6 +93,7 @@ def layout(
     row_parts: of a mesh, by rows.
     length_parts: likewise, by positions.
     alone: whether each rollout has a row of its own.
+    routing: see `Layout`.
 
   Returns:
     A layout for so many rollouts. Rows divide evenly over all parts, unless
@@ -121,6 +127,7 @@ def layout(
     minibatches=minibatches,
     unit=unit,
     alone=alone,
+    routing=routing,
   )
 
 
@@ -180,7 +187,8 @@ def pack(
     0 on those of version -1, as of a tool; with `mask_stale_tokens` also 0
     on those that an older version sampled than the newest of their rollout,
     which stay as context and keep log-probability and version. The reward of a
-    turn is at its last token, or at the next one with mask 1. Sequences are
+    turn is at its last token, or at the next one with mask 1. The last
+    token of a rollout, which no engine has read, has routing -1. Sequences are
     numbered in the order of the groups, and a row has its tokens without gaps;
     where no token is, there is neither segment nor mask, and numbers beyond the
     last sequence have no reward. Minibatches have equally many units, give or
@@ -193,7 +201,7 @@ def pack(
       f"pack: expected at most {layout.rollouts} rollouts, got {len(found)}"
     )
   for rollout in rollouts:
-    _check(rollout)
+    _check(rollout, layout)
   pieces = list(_pieces(found, layout))
   sizes = np.array([p.end - p.begin for p in pieces], int)
   batch = _empty(layout)
@@ -211,6 +219,8 @@ def pack(
   earned = [_earned(r.completion, mask_stale_tokens) for r in rollouts]
   for name, values in _tokens(pieces, rollouts, earned).items():
     batch[name][target] = values
+  if layout.routing is not None:
+    _route(batch["routing"], pieces, rollouts)
   sampled = batch["policy_versions"] >= 0
   if mask_stale_tokens:
     newest = np.full(layout.rollouts + 1, -1)
@@ -371,7 +381,7 @@ def _size(rollout: types.Rollout) -> int:
   return len(rollout.prompt.tokens) + len(rollout.completion.tokens)
 
 
-def _check(rollout: types.Rollout) -> None:
+def _check(rollout: types.Rollout, layout: Layout) -> None:
   """Refuses a completion of which something is not known for each token."""
   made = rollout.completion
   for name in ("logprobs", "versions"):
@@ -380,6 +390,15 @@ def _check(rollout: types.Rollout) -> None:
         f"pack: rollout {made.uid}: expected {name} of each of its "
         f"{len(made.tokens)} tokens, got {len(getattr(made, name))}"
       )
+  if layout.routing is None:
+    return
+  shape = (_size(rollout) - 1, *layout.routing.shape)
+  if made.routing is None or made.routing.shape != shape:
+    got = None if made.routing is None else made.routing.shape
+    raise ValueError(
+      f"pack: rollout {made.uid}: expected the experts of all but the last of "
+      f"its tokens, {shape}, got {got}"
+    )
 
 
 def _row(place: int, layout: Layout) -> int:
@@ -393,8 +412,10 @@ def _empty(layout: Layout) -> dict[str, Any]:
   """Returns the fields of a batch of nothing."""
   num = layout.rollouts
 
-  def tokens(value: float, dtype: Any = np.float32) -> np.ndarray:
-    return np.full((layout.rows, layout.length), value, dtype)
+  def tokens(value: float, dtype: Any = np.float32, *each: int) -> np.ndarray:
+    return np.full((layout.rows, layout.length, *each), value, dtype)
+
+  noted = layout.routing
 
   return dict(
     tokens=tokens(0, np.int32),
@@ -415,6 +436,7 @@ def _empty(layout: Layout) -> dict[str, Any]:
     # Not known yet; whoever used them all the same would skip the update.
     old_logprobs=tokens(np.nan),
     reference_logprobs=tokens(np.nan),
+    routing=None if noted is None else tokens(-1, noted.dtype, *noted.shape),
   )
 
 
@@ -442,6 +464,19 @@ def _tokens(
     "policy_versions": np.array(versions, np.int32),
     "turn_rewards": np.array(rewards, np.float32),
   }
+
+
+def _route(
+  batch: np.ndarray,
+  pieces: Sequence[_Piece],
+  rollouts: Sequence[types.Rollout],
+) -> None:
+  """Writes where tokens went; the last one of a rollout went nowhere."""
+  for piece in pieces:
+    routing = rollouts[piece.number].completion.routing
+    assert routing is not None, "refused by _check"
+    part = routing[piece.begin : piece.end]
+    batch[piece.row, piece.at : piece.at + len(part)] = part
 
 
 def _earned(made: types.Completion, newest_only: bool) -> list[float]:

@@ -88,7 +88,8 @@ def to_files(cut: Cut) -> dict[str, bytes]:
   """Returns the cut as a JSON text and an npz of arrays, by file name.
 
   The arrays `tokens`, `logprobs` and `versions` are those of all completions
-  after each other, in the order of the text, which has their lengths.
+  after each other, in the order of the text, which has their lengths; `routing`
+  likewise, flat, if they have it, and the text its shapes.
   """
   parts: list[types.Partial | types.Completion] = []
   groups = []
@@ -111,13 +112,13 @@ def to_files(cut: Cut) -> dict[str, bytes]:
     "counters": dataclasses.asdict(cut.counters),
     "events": cut.events,
   }
+  arrays: dict[str, Any] = {
+    "tokens": _joined((part.tokens for part in parts), np.int32),
+    "logprobs": _joined((part.logprobs for part in parts), np.float32),
+    "versions": _joined((part.versions for part in parts), np.int32),
+  }
   file = io.BytesIO()
-  np.savez(
-    file,
-    tokens=_joined((part.tokens for part in parts), np.int32),
-    logprobs=_joined((part.logprobs for part in parts), np.float32),
-    versions=_joined((part.versions for part in parts), np.int32),
-  )
+  np.savez(file, **arrays, **_routing(parts))
   return {_TEXT: json.dumps(text).encode(), _ARRAYS: file.getvalue()}
 
 
@@ -168,7 +169,8 @@ class _Pieces:
 
   def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
     self._arrays = [arrays[n] for n in ("tokens", "logprobs", "versions")]
-    self._at = 0
+    self._routing = arrays.get("routing")
+    self._at = self._routed = 0
     if len({len(array) for array in self._arrays}) != 1:
       raise ValueError("arrays of unequal lengths")
 
@@ -180,8 +182,19 @@ class _Pieces:
     self._at = end
     return pieces
 
+  def routing(self, shape: Sequence[int] | None) -> np.ndarray | None:
+    if shape is None:
+      return None
+    if self._routing is None:
+      raise ValueError("no routing")
+    end = self._routed + math.prod(shape)
+    piece = self._routing[self._routed : end].reshape(shape)
+    self._routed = end
+    return piece
+
   def check_used(self) -> None:
-    if self._at != len(self._arrays[0]):
+    rest = 0 if self._routing is None else len(self._routing) - self._routed
+    if rest or self._at != len(self._arrays[0]):
       raise ValueError("arrays that are too long")
 
 
@@ -227,6 +240,7 @@ def _completion(data: Mapping[str, Any], pieces: _Pieces) -> types.Completion:
     versions=versions,
     finish=data["finish"],
     turns=tuple(types.Turn(**turn) for turn in data["turns"]),
+    routing=pieces.routing(data.get("routing")),
   )
 
 
@@ -236,7 +250,10 @@ def _shape(part: types.Partial | types.Completion) -> dict[str, Any]:
 
 def _ended(completion: types.Completion) -> dict[str, Any]:
   turns = [dataclasses.asdict(turn) for turn in completion.turns]
-  return {**_shape(completion), "finish": completion.finish, "turns": turns}
+  ended = {**_shape(completion), "finish": completion.finish, "turns": turns}
+  if completion.routing is not None:
+    ended["routing"] = completion.routing.shape
+  return ended
 
 
 def _scored(rollout: types.Rollout) -> dict[str, Any]:
@@ -247,6 +264,15 @@ def _scored(rollout: types.Rollout) -> dict[str, Any]:
     "parts": dict(rollout.parts),
     "failure": rollout.failure,
   }
+
+
+def _routing(
+  parts: Sequence[types.Partial | types.Completion],
+) -> dict[str, Any]:
+  """Returns the experts of completions; half made ones have none."""
+  ended = [part for part in parts if isinstance(part, types.Completion)]
+  found = [c.routing.reshape(-1) for c in ended if c.routing is not None]
+  return {"routing": np.concatenate(found)} if found else {}
 
 
 def _joined(pieces: Iterable[Sequence], dtype: type) -> np.ndarray:

@@ -36,6 +36,7 @@ class Decoder:
     among_rows: what attends among the tokens of a row: see `among.on`.
     mix: what computes experts: see `experts.on`.
     balance: coefficient of the loss that balances their load; 0 for none.
+    replays: whether the engine notes which it chose, for the trainer to use.
   """
 
   config: Shape
@@ -46,12 +47,22 @@ class Decoder:
   among_rows: among.Among = among.portable
   mix: experts.Mix = experts.portable
   balance: float = 0.0
+  replays: bool = False
 
   @property
   def shape(self) -> transformer.Config:
     """The shape of the transformer, for what knows transformers only."""
     assert isinstance(self.config, transformer.Config), self.config
     return self.config
+
+  @property
+  def noted(self) -> jax.ShapeDtypeStruct | None:
+    """What the engine notes of a token, [L, X]; None where it `replays` not."""
+    if not self.replays:
+      return None
+    layers, mixture = self.shape.num_layers, self.shape.experts
+    assert mixture is not None, "refused by `of`"
+    return jax.ShapeDtypeStruct((layers, mixture.per_token), mixture.id_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +81,7 @@ class Model:
     chunk: tokens whose logits a device has at a time; bounds their memory by
       chunk x vocabulary, whatever the rows.
     balance: a loss that balances the load of experts; None has none.
+    routing: who chooses the experts of a token that trains; None is its router.
   """
 
   path: str | None = None
@@ -78,6 +90,7 @@ class Model:
   remat: transformer.Remat = "none"
   chunk: int = 1024
   balance: experts.Balance | None = None
+  routing: experts.Routing | None = None
 
   def __post_init__(self) -> None:
     if (self.path is None) == (self.config is None):
@@ -136,16 +149,28 @@ def of(model: Model, shape: Shape) -> Decoder:
     shape: read from its checkpoint, or given; or a model of the user's own.
 
   Raises:
-    InputError: experts are to be balanced, and there are none.
+    InputError: experts are to be balanced or replayed, and there are none.
   """
   balance = 0.0 if model.balance is None else model.balance.coef
+  replays = model.routing is not None and model.routing.replay
   mixes = isinstance(shape, transformer.Config) and shape.experts is not None
-  if balance and not mixes:
-    raise types.InputError(
-      "model.balance: expected none for a model without experts, got "
-      f"coef={balance}. Leave it out."
-    )
-  return Decoder(shape, model.dtype, model.remat, model.chunk, balance=balance)
+  for name, given, value in (
+    ("balance", balance, f"coef={balance}"),
+    ("routing", replays, f"replay={replays}"),
+  ):
+    if given and not mixes:
+      raise types.InputError(
+        f"model.{name}: expected none for a model without experts, got "
+        f"{value}. Leave it out."
+      )
+  return Decoder(
+    shape,
+    model.dtype,
+    model.remat,
+    model.chunk,
+    balance=balance,
+    replays=replays,
+  )
 
 
 def states(
@@ -169,7 +194,8 @@ def states(
     positions: as in `transformer.forward`, likewise those that follow.
     segment_ids: which tokens are one sequence, or a piece of one.
     prefix_ids: the piece before; None where all are whole.
-    routing: experts of each token, as of `routed`; None lets the router choose.
+    routing: experts of each token, as of `routed`; None, or -1 for a token,
+      lets the router choose.
   """
   return routed(
     decoder,

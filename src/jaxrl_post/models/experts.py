@@ -18,7 +18,7 @@ Dims, beside those of `types`: N tokens, M = N X choices, e experts of a device.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,11 @@ class Experts:
           "it."
         )
 
+  @property
+  def id_dtype(self) -> Literal["int8", "int16"]:
+    """The smaller dtype that holds the number of an expert, and -1."""
+    return "int8" if self.num <= 2**7 else "int16"
+
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
@@ -83,6 +88,19 @@ class Balance:
         f"model.balance.coef: expected in (0, 1], got {self.coef}. 0.001 is "
         "usual; without model.balance there is no such loss."
       )
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+  """Who chooses the experts of the tokens that train.
+
+  Attributes:
+    replay: the engine that sampled them: the trainer sends each token through
+      the experts that the engine sent it through, weighted by its own router
+      (Ma et al. 2025, arXiv 2510.11370, "R3"). False has its router choose.
+  """
+
+  replay: bool = True
 
 
 class Weights(NamedTuple):
@@ -103,19 +121,32 @@ class Routed:
     counts: how many of the tokens that count chose each expert.
     probs: the router's probabilities, summed over the same tokens; these have
       a gradient.
+    given: how many of the tokens that count have experts that were given, in
+      place of those that the router would choose; None where none could.
+    differing: the share of these that the router would not choose, see
+      `differing`, summed over the same tokens.
   """
 
   ids: Int[Array, "*L B T X"]
   counts: Float[Array, "*L E"]
   probs: Float[Array, "*L E"]
+  given: Float[Array, "*L"] | None = None
+  differing: Float[Array, "*L"] | None = None
+
+
+class Mixed(NamedTuple):
+  """What a layer made of its tokens, and who made it."""
+
+  made: jax.Array  # [B, T, D]
+  ids: jax.Array  # [B, T, X], experts that each token went through
+  probs: jax.Array  # [B, T, E], of the router
+  own: jax.Array  # [B, T, X], what the router chooses, whatever was given
 
 
 # Takes a layer's input [B, T, D], its weights, and the experts of each token
-# [B, T, X] or None to choose them. Returns what the experts made [B, T, D], the
-# experts of each token, and the probabilities of all [B, T, E].
+# [B, T, X], None to choose them, or -1 to choose a token's.
 Mix: TypeAlias = Callable[
-  [Experts, jax.Array, Weights, jax.Array | None],
-  tuple[jax.Array, jax.Array, jax.Array],
+  [Experts, jax.Array, Weights, jax.Array | None], Mixed
 ]
 
 
@@ -130,7 +161,7 @@ class _Axes(NamedTuple):
 
 def portable(
   cfg: Experts, x: jax.Array, w: Weights, chosen: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Mixed:
   """Computes all experts on one device; a `Mix`."""
   feed = functools.partial(_feed, cfg, _Axes(None, None, None, False))
   return _mixed(functools.partial(_route, cfg), feed, x, w, chosen)
@@ -161,7 +192,7 @@ def on(mesh: jax.sharding.Mesh, rules: Mapping[str, str], tokens: jax.P) -> Mix:
 
   def mix(
     cfg: Experts, x: jax.Array, w: Weights, chosen: jax.Array | None
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  ) -> Mixed:
     route = shard(
       functools.partial(_route, cfg),
       in_specs=(tokens, jax.P()),
@@ -189,12 +220,13 @@ def _mixed(
   x: jax.Array,
   w: Weights,
   chosen: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  probs, ids = route(x, w.router)
+) -> Mixed:
+  probs, own = route(x, w.router)
+  ids = own
   if chosen is not None:
-    ids = chosen.astype(ids.dtype)
+    ids = jnp.where(chosen < 0, own, chosen.astype(own.dtype))
   ids = checkpoint_name(ids, KEPT)
-  return feed(x, (probs, ids), w[1:]), ids, probs
+  return Mixed(feed(x, (probs, ids), w[1:]), ids, probs, own)
 
 
 def _route(
@@ -380,24 +412,33 @@ def _rows(x: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def tell(
-  ids: Int[Array, "B T X"],
-  probs: Float[Array, "B T E"],
+  found: Mixed,
   counted: Float[Array, "B T"],
+  chosen: Int[Array, "B T X"] | None = None,
 ) -> Routed:
   """Sums up where the tokens of a layer went.
 
   Args:
-    ids: experts of each token.
-    probs: of all experts.
+    found: of the layer.
     counted: 1 on tokens that count.
+    chosen: what was given in place of the router's choice, -1 where nothing
+      was; None gave nothing.
   """
+  ids, probs = found.ids, found.probs
   num = probs.shape[-1]
-  chosen = jnp.sum(ids[..., None] == jnp.arange(num), axis=2, dtype=jnp.int32)
-  chosen = chosen.astype(jnp.float32)
-  counts, probs = (
-    jnp.sum(x * counted[..., None], axis=(0, 1)) for x in (chosen, probs)
+  went = jnp.sum(ids[..., None] == jnp.arange(num), axis=2, dtype=jnp.int32)
+  went = went.astype(jnp.float32)
+  counts, sums = (
+    jnp.sum(x * counted[..., None], axis=(0, 1)) for x in (went, probs)
   )
-  return Routed(ids=ids, counts=counts, probs=probs)
+  told = Routed(ids=ids, counts=counts, probs=sums)
+  if chosen is None:
+    return told
+  given = jnp.where(chosen[..., 0] >= 0, counted, 0.0)
+  apart = differing(ids, found.own)
+  return dataclasses.replace(
+    told, given=jnp.sum(given), differing=jnp.sum(apart * given)
+  )
 
 
 def imbalance(

@@ -350,10 +350,10 @@ def _feed_forward(
     return _project(gated, w["down"], 1), None
   names = ("router", "expert_gate", "expert_up", "expert_down")
   weights = mixtures.Weights(*(w[name] for name in names))
-  made, ids, probs = ctx.mix(cfg.experts, h, weights, chosen)
+  found = ctx.mix(cfg.experts, h, weights, chosen)
   if ctx.counted is None:
-    return made, None
-  return made, mixtures.tell(ids, probs, ctx.counted)
+    return found.made, None
+  return found.made, mixtures.tell(found, ctx.counted, chosen)
 
 
 def forward(
@@ -396,7 +396,7 @@ def forward(
     among_rows: what attends among them, see `among.on`.
     mix: what computes experts, see `experts.on`.
     routing: the experts of each token, in place of those that the router
-      chooses; their weights are its own.
+      chooses, and -1 where it does; their weights are its own.
     counted: asks where tokens went: 1 on those that count in the sums.
     dtype: compute dtype of matrix products; norms and softmax are float32.
     remat: what of each layer is kept for the backward pass: all that it needs

@@ -155,7 +155,12 @@ def compiled(
     mesh, jax.P(None, None, None, heads)
   )
   held: dict[str, Any] = dict(
-    k=prompts, v=prompts, last_token=whole, length=whole, scores=whole
+    k=prompts,
+    v=prompts,
+    last_token=whole,
+    length=whole,
+    scores=whole,
+    routing=whole if decoder.replays else None,
   )
   read = prefixes.Prefix(**held)
   return programs.Steps(

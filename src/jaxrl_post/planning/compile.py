@@ -248,8 +248,10 @@ def _lowered(
   ).items()
   sizes = (layout.rollouts,), (layout.rows, layout.length)
   rows = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(sizes[x.ndim - 1], x.dtype),
-    pack.pack((), pack.Layout(rows=1, length=1)),
+    lambda x: jax.ShapeDtypeStruct(
+      (*sizes[min(x.ndim, 2) - 1], *x.shape[2:]), x.dtype
+    ),
+    pack.pack((), pack.Layout(rows=1, length=1, routing=layout.routing)),
   )
   yield from trainer.lower(rows).items()
   for way in place.resent.ways:

@@ -123,8 +123,10 @@ class _Pending:
 
 
 def _dump(rollout: types.Rollout) -> bytes:
+  # Experts are more bytes than all else, and no reward's business.
+  made = dataclasses.replace(rollout.completion, routing=None)
   try:
-    return pickle.dumps(rollout)
+    return pickle.dumps(dataclasses.replace(rollout, completion=made))
   except worker.UNPICKLABLE as error:
     raise types.InputError(
       "data: expected references that can be pickled, got "

@@ -16,9 +16,9 @@ from jaxrl_post import types
 from jaxrl_post.sampling import pick
 
 # Takes a state with `token`, `position`, `active` and `rows` (`steps.Rows`);
-# returns the logits behind the newest token of each row, and the state with the
-# token in memory.
-Read: TypeAlias = Callable[[Any], tuple[jax.Array, Any]]
+# returns the logits behind the newest token of each row, its experts [B, L, X]
+# or None, and the state with the token in memory.
+Read: TypeAlias = Callable[[Any], tuple[jax.Array, jax.Array | None, Any]]
 
 
 @types.record
@@ -34,6 +34,8 @@ class Block:
     top_logprobs: theirs.
     active: rows that go on after the block.
     made: tokens of each row's completion after it, forced ones included.
+    routing: experts of the token that each column has read, see `noted`: a
+      column for each token, forced ones included, from the first; None without.
   """
 
   tokens: Int[Array, "B T"]
@@ -43,6 +45,7 @@ class Block:
   top_logprobs: Float[Array, "B T n"]
   active: Bool[Array, " B"]
   made: Int[Array, " B"]
+  routing: Int[Array, "B T L X"] | None = None
 
 
 def sample(
@@ -52,6 +55,7 @@ def sample(
   *,
   num_steps: int,
   num_top: int = 0,
+  routing: Int[Array, "B T L X"] | None = None,
 ) -> tuple[Any, Block]:
   """Samples up to `num_steps` tokens in every active row.
 
@@ -61,6 +65,8 @@ def sample(
     read: what reads a token.
     num_steps: width of the block; ends early when no row is active.
     num_top: most probable tokens to report with each.
+    routing: room for the experts of the tokens that are read; None if `read`
+      does not tell them.
 
   Returns:
     The state after the block, and the block. A row stops being active with a
@@ -77,6 +83,7 @@ def sample(
     top_logprobs=jnp.zeros((num_rows, num_steps, num_top), jnp.float32),
     active=state.active,
     made=state.rows.made,
+    routing=routing,
   )
   # One more, so that also a row of forced tokens only ends in a free one.
   forced_tokens = jnp.pad(
@@ -89,7 +96,7 @@ def sample(
   def one(carry: tuple[jax.Array, Any, Block]):
     column, state, block = carry
     rows, active = state.rows, state.active
-    logits, read_state = read(state)
+    logits, chosen, read_state = read(state)
     picked = pick.pick(
       logits,
       _token_keys(key, rows, state.position + 1),
@@ -119,6 +126,9 @@ def sample(
       ),
       active=active & ~stops & (made < rows.max_tokens),
       made=made,
+      routing=None
+      if block.routing is None
+      else block.routing.at[:, column].set(chosen),
     )
     state = dataclasses.replace(
       read_state,

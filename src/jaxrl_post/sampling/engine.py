@@ -21,7 +21,8 @@ import jax
 import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.sampling import blocks, programs, reader, rows, space, tally
+from jaxrl_post.sampling import blocks, copies, programs, reader, rows, space
+from jaxrl_post.sampling import tally as tallies
 
 # Below it, logits divided by the temperature leave float32.
 _COLDEST = 0.01
@@ -178,7 +179,7 @@ class Engine:
     self._weights = programs.LaidOut(compiled.layout)
     self._crowded = False
     self._begun = 0
-    self._tally = tally.Tally()
+    self._tally = tallies.Tally()
     self._has_cache = False  # Even if a launch has lost it.
     self.seats: list[types.Seat] = []
 
@@ -295,7 +296,7 @@ class Engine:
     launched("decode", block)
     self._reader.wait()  # So that either's time is its own.
     begun = time.monotonic()
-    made = rows.Made(block, version)
+    made = copies.Made(block, version)
     for _, row in self._space.running():  # What can be done while devices work.
       row.read()
     active, used = jax.device_get((block.active, block.made))
@@ -309,7 +310,7 @@ class Engine:
     return done
 
   def _settle(
-    self, active: np.ndarray, used: np.ndarray, made: rows.Made
+    self, active: np.ndarray, used: np.ndarray, made: copies.Made
   ) -> list[types.Completion]:
     """Takes out what has ended in a block, by itself or a stop string."""
     done, cut, self.seats = [], {}, []
@@ -318,8 +319,7 @@ class Engine:
     for _, row in self._space.held() if self._waiting else ():
       row.waited += self._cfg.block
     for index, row in running:
-      row.unread.append((made, index))
-      row.used = int(used[index])
+      row.take(made, index, int(used[index]))
       stopped = row.stop(self._text)
       if active[index] and not stopped:
         continue
@@ -373,8 +373,7 @@ class Engine:
           stale[index] = 0
           continue
         waiting.rows.remove(row)
-        row.tag, row.age, row.used = old.tag, old.age, old.used
-        row.scored, row.since = old.scored, time.monotonic()
+        row.follow(old)
         self._rows[index] = row
         going.append((index, row))
     self._cut(stale)
@@ -432,9 +431,7 @@ class Engine:
   ) -> list[rows.Joining]:
     """Has a group take its rows; returns those that are still to insert."""
     for index, row in zip(group.at, group.rows, strict=True):
-      row.tag, row.age, row.used = group.tag(self._size), self._begun, 0
-      row.scored = row.scored or group.waiting.scored
-      row.since = time.monotonic()
+      row.sit(group.waiting, group.tag(self._size), self._begun)
       self._begun += 1
       self._rows[index] = row
     if joining and not group.fits(joining):

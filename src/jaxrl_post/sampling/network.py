@@ -200,11 +200,11 @@ def decode(
     As `blocks.sample`.
   """
 
-  def read(state: State) -> tuple[jax.Array, State]:
+  def read(state: State) -> tuple[jax.Array, None, State]:
     given = state.memory, state.token, state.position, state.active
     found, memory = _read(params, given, decoder=decoder, room=room)
     logits = networks.logits(_network(decoder), params, found)
-    return logits, dataclasses.replace(state, memory=memory)
+    return logits, None, dataclasses.replace(state, memory=memory)
 
   return blocks.sample(state, key, read, num_steps=num_steps, num_top=num_top)
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
-from jaxrl_post.models import among, scoring, transformer
+from jaxrl_post.models import among, scoring
 from jaxrl_post.models import decoder as decoders
+from jaxrl_post.sampling import noted
 
 
 @types.record
@@ -38,6 +39,7 @@ class Prefix:
     last_token: the last token of each prompt; the first decode step feeds it.
     length: tokens in each prompt.
     scores: of their tokens; None if `prefill` was not asked for them.
+    routing: experts of each token, see `decoder.noted`; None without such.
   """
 
   k: Float[Array, "L P T K H"]
@@ -45,6 +47,7 @@ class Prefix:
   last_token: Int[Array, " P"]
   length: Int[Array, " P"]
   scores: Scores | None = None
+  routing: Int[Array, "P T L X"] | None = None
 
 
 @types.record
@@ -55,13 +58,15 @@ class Memory:
     memory: of each prompt, with all but its last token in it.
     last_token: as of `Prefix`, likewise the next.
     length: tokens in each prompt.
-    scores: none.
+    scores: none, likewise the next.
+    routing: none.
   """
 
   memory: types.Tree
   last_token: Int[Array, " P"]
   length: Int[Array, " P"]
   scores: None = None
+  routing: None = None
 
 
 # What a prompt that was read is to the engine.
@@ -108,6 +113,7 @@ def prefill(
     last_token=jnp.zeros(num, jnp.int32),
     length=length,
     scores=scores,
+    routing=noted.blank(decoder, *blank.shape[1:3]),
   )
   begin = jnp.zeros((), jnp.int32)
   return extend(params, nothing, tokens, begin, decoder=decoder)
@@ -149,16 +155,18 @@ def extend(
     seen = mask if local is None else among.either(local, near, mask)
     return among.attention(q, k, v, seen), (k, v)
 
-  hidden, (k, v) = transformer.forward(
+  hidden, (k, v), routing = noted.forward(
     params,
-    decoder.shape,
+    decoder,
     tokens,
     positions,
     cache=(prefix.k, prefix.v),
     attend=attend,
-    mix=decoder.mix,
-    dtype=decoder.dtype,
   )
+  if routing is not None and prefix.routing is not None:
+    routing = jax.lax.dynamic_update_slice_in_dim(
+      prefix.routing, routing, begin, axis=1
+    )
   place = prefix.length - 1 - begin
   last = jnp.take_along_axis(tokens, place[:, None], axis=1, mode="clip")[:, 0]
   here = (place >= 0) & (place < chunk)
@@ -170,6 +178,7 @@ def extend(
     scores=_scored(
       params, prefix.scores, tokens, hidden, begin, decoder=decoder
     ),
+    routing=routing,
   )
 
 

@@ -2,9 +2,9 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -12,67 +12,11 @@ import jax
 import numpy as np
 
 from jaxrl_post import types
-from jaxrl_post.sampling import blocks, pages, steps, stop_strings
+from jaxrl_post.sampling import copies, pages, steps, stop_strings
 from jaxrl_post.sampling import prefix as prefixes
 
 # Token ids to text.
 Decode: TypeAlias = Callable[[Sequence[int]], str]
-
-
-class Made:
-  """A block on its way to the host."""
-
-  def __init__(self, block: blocks.Block, version: int) -> None:
-    """Begins the copy of what rows read later."""
-    self.version = version
-    arrays = (block.tokens, block.logprobs)
-    # Most blocks have no most probable tokens to report.
-    if block.top_ids.shape[2]:
-      arrays += (block.top_ids, block.top_logprobs)
-    self._valid, self._arrays = block.valid, arrays
-    for array in (block.valid, *arrays):
-      array.copy_to_host_async()
-
-  def read(self, index: int) -> tuple[list, ...]:
-    """Returns what a row has made in it; waits for the copy.
-
-    Returns:
-      Tokens and their log-probabilities; then ids and log-probabilities of the
-      most probable ones in each place, if there are any.
-    """
-    begin, end = self._places[index]
-    return tuple(array[index][begin:end] for array in self._lists)
-
-  @functools.cached_property
-  def _lists(self) -> tuple[list, ...]:
-    return tuple(x.tolist() for x in jax.device_get(self._arrays))
-
-  @functools.cached_property
-  def _places(self) -> list[tuple[int, int]]:
-    """Returns where the tokens of each row begin and end: they are one run."""
-    valid = np.asarray(self._valid)
-    begin, count = valid.argmax(axis=1), valid.sum(axis=1)
-    return list(zip(begin.tolist(), (begin + count).tolist(), strict=True))
-
-
-class Scored:
-  """Log-probabilities of a prompt on their way to the host."""
-
-  def __init__(self, logprobs: jax.Array, source: int, length: int) -> None:
-    """Begins the copy.
-
-    Args:
-      logprobs: of all prompts of a call, [P, T].
-      source: which of them it is.
-      length: tokens in it.
-    """
-    self._logprobs, self._source, self._length = logprobs, source, length
-    logprobs.copy_to_host_async()
-
-  def read(self) -> tuple[float, ...]:
-    """Returns those of all tokens after the first; waits for the copy."""
-    own = np.asarray(self._logprobs)[self._source, 1 : self._length]
-    return tuple(own.tolist())
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,11 +30,15 @@ class Row:
     tag: of what it shares its prompt with.
     age: how many were begun before it.
     used: positions of its own in the cache.
-    unread: blocks it has been through whose tokens are not below yet.
+    unread: blocks it has been through whose tokens are not below yet, its row
+      in them and how many tokens it read there.
     turn: where its last turn began: behind the last token of no policy.
     looked: tokens that were looked at for stop strings.
     stopped: whether a stop string has ended it.
     scored: its prompt, as it was first read; None if not asked for.
+    routed: experts of its prompt, as it was last read, see `noted`; or None.
+    routing: those of the tokens behind it, from the last one of the prompt on,
+      as they are in the cache.
     held: whether it has ended and stays in the cache.
     since: when it got its row, by time.monotonic().
     waited: how long others have waited while it was held, in tokens that its
@@ -109,18 +57,55 @@ class Row:
   top: list[tuple[tuple[int, float], ...]] = dataclasses.field(
     default_factory=list
   )
-  unread: list[tuple[Made, int]] = dataclasses.field(default_factory=list)
+  unread: list[tuple[copies.Made, int, int]] = dataclasses.field(
+    default_factory=list
+  )
   turn: int = 0
   looked: int = 0
   stopped: bool = False
-  scored: Scored | None = None
+  scored: copies.Scored | None = None
+  routed: copies.Routing | None = None
+  routing: list[np.ndarray] = dataclasses.field(default_factory=list)
   held: bool = False
   since: float = 0.0
   waited: int = 0
 
+  def sit(self, waiting: "Waiting", tag: int, age: int) -> None:
+    """Begins in a row, behind the prompt.
+
+    Args:
+      waiting: that has its prompt.
+      tag: of what it shares the prompt with.
+      age: how many were begun before it.
+    """
+    self.tag, self.age, self.used = tag, age, 0
+    self.scored = self.scored or waiting.scored
+    self.routed, self.routing = waiting.routed, []
+    self.since = time.monotonic()
+
+  def follow(self, held: "Row") -> None:
+    """Begins in the row of a held completion, behind what that has made."""
+    self.tag, self.age, self.used = held.tag, held.age, held.used
+    self.scored, self.routed = held.scored, held.routed
+    self.routing = [part[: held.used] for part in held.routings()]
+    self.since = time.monotonic()
+
+  def take(self, made: copies.Made, index: int, used: int) -> None:
+    """Goes through a block.
+
+    Args:
+      made: the block.
+      index: of its row.
+      used: positions of its own in the cache now.
+    """
+    self.unread.append((made, index, used - self.used))
+    self.used = used
+
   def read(self) -> None:
     """Takes what it has made from the blocks it has been through."""
-    for made, index in self.unread:
+    for made, index, count in self.unread:
+      routing = made.routing(index, count)
+      self.routing += [] if routing is None else [routing]
       tokens, logprobs, *most = made.read(index)
       self.tokens += tokens
       self.logprobs += logprobs
@@ -185,6 +170,10 @@ class Row:
       versions=tuple(self.versions),
     )
 
+  def routings(self) -> list[np.ndarray]:
+    """Returns `routing` as one array, if there is any."""
+    return [np.concatenate(self.routing)] if self.routing else []
+
   def finished(self) -> types.Completion:
     """Returns all of it, once it has ended.
 
@@ -201,6 +190,10 @@ class Row:
     unknown = ((),) * (len(self.tokens) - len(self.top))
     top = (*unknown, *(most[:asked] for most in self.top))
     ended = steps.finish(self.tokens, self.request.sampling.stop_ids)
+    routing = None
+    if self.routed is not None:
+      own = [part[: len(self.tokens)] for part in self.routings()]
+      routing = np.concatenate([self.routed.read(), *own])
     return types.Completion(
       uid=self.uid,
       tokens=tuple(self.tokens),
@@ -209,6 +202,7 @@ class Row:
       finish="stop" if self.stopped else ended,
       top_logprobs=top if asked else (),
       prompt_logprobs=() if self.scored is None else self.scored.read(),
+      routing=routing,
     )
 
 
@@ -245,6 +239,7 @@ class Waiting:
     begin: the first position of the prompt that is not read.
     tag: of the first rows that share this prefix.
     scored: the prompt's log-probabilities, if asked for and all of it is read.
+    routed: its experts, if they are noted and all of it is read.
   """
 
   request: types.Request
@@ -253,7 +248,8 @@ class Waiting:
   source: int = 0
   begin: int = 0
   tag: int = 0
-  scored: Scored | None = None
+  scored: copies.Scored | None = None
+  routed: copies.Routing | None = None
 
   @property
   def ready(self) -> bool:
@@ -267,10 +263,11 @@ class Waiting:
   def read(self, prefix: prefixes.Read, begin: int) -> None:
     """Takes a prefix that has its prompt up to `begin`."""
     self.prefix, self.begin = prefix, begin
+    length = len(self.request.prompt)
+    if self.ready and prefix.routing is not None:
+      self.routed = copies.Routing(prefix.routing, self.source, length)
     if self.ready and prefix.scores is not None:
-      self.scored = Scored(
-        prefix.scores.logprobs, self.source, len(self.request.prompt)
-      )
+      self.scored = copies.Scored(prefix.scores.logprobs, self.source, length)
       # What puts prefixes into the cache is compiled for those without.
       self.prefix = dataclasses.replace(prefix, scores=None)
 

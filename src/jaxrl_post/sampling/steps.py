@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
 from jaxrl_post.models import transformer
-from jaxrl_post.sampling import attention, blocks, pick
+from jaxrl_post.sampling import attention, blocks, noted, pick
 from jaxrl_post.sampling import pages as paging
 from jaxrl_post.sampling import prefix as prefixes
 
@@ -324,7 +324,9 @@ def decode(
     params = transformer.unstack(params)
   groups = attention.groups(state.table, page)
 
-  def read(state: DecodeState) -> tuple[jax.Array, DecodeState]:
+  def read(
+    state: DecodeState,
+  ) -> tuple[jax.Array, jax.Array | None, DecodeState]:
     here = state.position.reshape(parts), state.active.reshape(parts)
     table = paging.advance(state.table, *here, page)
     whole = near = attention.view(table, groups, *here, page)
@@ -341,24 +343,28 @@ def decode(
       read = read.reshape(num_rows, 1, *read.shape[2:]).astype(q.dtype)
       return read, (own, cache[1])
 
-    hidden, cache = transformer.forward(
+    hidden, cache, routing = noted.forward(
       params,
-      decoder.shape,
+      decoder,
       state.token[:, None],
       state.position[:, None],
       cache=tuple(zip(state.own, state.prompt, strict=True)),
       attend=attend,
-      mix=decoder.mix,
-      dtype=decoder.dtype,
     )
     own = tuple(own for own, _ in cache)
     return (
       transformer.logits(params, decoder.shape, hidden[:, 0]),
+      None if routing is None else routing[:, 0],
       dataclasses.replace(state, own=own, table=table),
     )
 
   state, made = blocks.sample(
-    state, key, read, num_steps=num_steps, num_top=num_top
+    state,
+    key,
+    read,
+    num_steps=num_steps,
+    num_top=num_top,
+    routing=noted.blank(decoder, num_rows, num_steps),
   )
   ended = ~(state.active | state.rows.hold)
   table = paging.release(state.table, ended.reshape(parts))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrl_post import types
 from jaxrl_post.models import decoder as decoders
@@ -19,6 +19,14 @@ from jaxrl_post.models import experts
 from jaxrl_post.training import portions
 
 _COUNTS, _PROBS = "moe/counts", "moe/probs"
+_GIVEN, _DIFFERING = "moe/given", "moe/differing"
+
+
+def replayed(batch: types.Batch) -> Int[Array, "L B T X"] | None:
+  """Returns where tokens are to go, by layer; None where routers choose."""
+  if batch.routing is None:
+    return None
+  return jnp.moveaxis(batch.routing, 2, 0)
 
 
 def routed(
@@ -32,7 +40,8 @@ def routed(
     batch: some rows.
 
   Returns:
-    As `decoder.routed`, of which trained tokens count.
+    As `decoder.routed`, of which trained tokens count. Tokens go where the
+    batch says, if it does.
   """
   return decoders.routed(
     decoder,
@@ -41,6 +50,7 @@ def routed(
     positions=batch.positions,
     segment_ids=batch.segment_ids,
     prefix_ids=batch.prefix_ids,
+    routing=replayed(batch),
     counted=(batch.loss_mask > 0).astype(jnp.float32),
   )
 
@@ -95,6 +105,11 @@ def loss(
   if told is None:
     return jnp.zeros(()), {}
   sums = {_COUNTS: told.counts, _PROBS: told.probs}
+  if told.given is not None and told.differing is not None:
+    sums |= {
+      _GIVEN: jnp.sum(told.given),
+      _DIFFERING: jnp.sum(told.differing),
+    }
   if not decoder.balance:
     return jnp.zeros(()), sums
   counts = told.counts if load is None else load
@@ -112,13 +127,16 @@ def whole(
     num_tokens: trained tokens of the update.
 
   Returns:
-    `moe/balance`, without its coefficient, and `moe/most_loaded`, beside the
-    other metrics; NaN without tokens.
+    `moe/balance`, without its coefficient, `moe/most_loaded`, and with replay
+    `moe/differing`, the share of given experts that the routers would not have
+    chosen, beside the other metrics; NaN without tokens.
   """
   found = dict(metrics)
   if _COUNTS not in found:
     return found
   counts, probs = found.pop(_COUNTS), found.pop(_PROBS)
+  if _GIVEN in found:
+    found[_DIFFERING] /= found.pop(_GIVEN)  # NaN of 0 / 0.
   none = jnp.where(num_tokens > 0, 0.0, jnp.nan)
   return found | {
     "moe/balance": experts.imbalance(counts, probs, num_tokens) + none,

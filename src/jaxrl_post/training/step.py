@@ -112,7 +112,7 @@ def score(
   with_old = needs_old(algo, updates)
   heads = algo.critic is not None and algo.critic.model == "head"
   if with_old or heads:
-    find = _scored(decoder, params, critic if heads else None)
+    find = _scored(decoder, params, critic if heads else None, replays=True)
     old, values = portions.each(find, batch, microbatches)
     batch = dataclasses.replace(
       batch, old_logprobs=old if with_old else batch.old_logprobs, values=values
@@ -354,9 +354,16 @@ def _loss_inputs(
 
 
 def _states(
-  decoder: decoders.Decoder, params: types.Tree, batch: types.Batch
+  decoder: decoders.Decoder,
+  params: types.Tree,
+  batch: types.Batch,
+  *,
+  replays: bool = False,
 ) -> Float[Array, "B T D"]:
-  """Returns the hidden state behind each token."""
+  """Returns the hidden state behind each token.
+
+  With `replays` tokens go where the batch says: it speaks of the policy.
+  """
   return decoders.states(
     decoder,
     params,
@@ -364,6 +371,7 @@ def _states(
     positions=batch.positions,
     segment_ids=batch.segment_ids,
     prefix_ids=batch.prefix_ids,
+    routing=balance.replayed(batch) if replays else None,
   )
 
 
@@ -391,15 +399,19 @@ def _logprobs(
 
 
 def _scored(
-  decoder: decoders.Decoder, params: types.Tree, head: types.Tree = None
+  decoder: decoders.Decoder,
+  params: types.Tree,
+  head: types.Tree = None,
+  *,
+  replays: bool = False,
 ) -> portions.OfRows:
   """Returns what finds log-probabilities of rows, and a second head's values.
 
-  Values are None without the head.
+  Values are None without the head. With `replays` as of `_states`.
   """
 
   def find(part: types.Batch) -> tuple[jax.Array, jax.Array | None]:
-    hidden = _states(decoder, params, part)
+    hidden = _states(decoder, params, part, replays=replays)
     found, _ = _logprobs(decoder, params, part, hidden)
     if head is None:
       return found, None
