@@ -20,7 +20,7 @@ from jaxrl_post import types
 from jaxrl_post.algos import algorithm, grpo
 from jaxrl_post.data import dataset
 from jaxrl_post.envs import evaluate, multi_turn, schedule
-from jaxrl_post.models import decoder
+from jaxrl_post.models import decoder, named
 from jaxrl_post.placement import mesh
 from jaxrl_post.rewards import pool
 from jaxrl_post.runtime import assign, dump
@@ -461,14 +461,8 @@ def to_json(node: Any) -> Any:
 
 
 def _function_name(function: Any) -> str:
-  inner = getattr(function, "func", None)  # functools.partial
-  if inner is not None:
-    extra = {**dict(enumerate(function.args)), **function.keywords}
-    options = ", ".join(f"{k}={v!r}" for k, v in extra.items())
-    return f"{_function_name(inner)}({options})"
-  named = function if hasattr(function, "__qualname__") else type(function)
-  module = getattr(named, "__module__", None)  # None of a method such as
-  return f"{module or 'builtins'}:{named.__qualname__}"  # str.strip
+  has_name = hasattr(function, "__qualname__") or hasattr(function, "func")
+  return named.text(function if has_name else type(function))
 
 
 def classes(node: Any, prefix: str = "") -> dict[str, str]:

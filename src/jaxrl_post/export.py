@@ -175,6 +175,8 @@ def run(
       "--mode=export: expected a model of one of our families, got "
       f"{shape.about}. Take its weights from the checkpoint."
     )
+  # A shape that no config.json can say is told before anything is read.
+  hf = {} if form.adapter else weights.hf_config(shape)
   tokenizer = dataset.tokenizer_of(
     cfg.data, model_path=cfg.model.path, vocab_size=shape.vocab_size
   )
@@ -186,9 +188,9 @@ def run(
     if form.adapter:
       _write_adapter(made, cfg, shape, found["adapters"], dtype=form.dtype)
     else:
-      _write_config(made, shape, tokenizer, form.dtype)
+      _write_config(made, hf, tokenizer, form.dtype)
       _write_model(made, cfg, shape, found, form=form)
-      _write_tokenizer(made, _source(cfg), tokenizer)
+      write_tokenizer(made, _source(cfg), tokenizer)
     files = [path for path in made.rglob("*") if path.is_file()]
     sizes = [file.stat().st_size for file in files]
     _put(made, to)
@@ -310,6 +312,7 @@ def _write_adapter(
     adapters,
     alpha=cfg.optim.trained.alpha,
     base=cfg.model.path,
+    prefix=weights.module_prefix(cfg.model.path),
     dtype=dtype,
   )
 
@@ -335,22 +338,38 @@ def _ids(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
 
 def _write_config(
   made: pathlib.Path,
-  shape: transformer.Config,
+  hf: dict[str, Any],
   tokenizer: tokenizers.Tokenizer,
   dtype: exports.Dtype,
 ) -> None:
   # The older name of the field, for older readers, and the newer one.
   kind = {"dtype": dtype, "torch_dtype": dtype}
-  about = {**weights.hf_config(shape), **_ids(tokenizer), **kind}
+  about = {**hf, **_ids(tokenizer), **kind}
   exports.write_json(made / "config.json", about)
 
 
-def _write_tokenizer(
+def _template(tokenizer: tokenizers.Tokenizer) -> Any:
+  """Returns chat templates as tokenizer_config.json has them."""
+  plain, with_tools = tokenizer.template, tokenizer.tool_template
+  if plain is None or with_tools is None:
+    return plain
+  named = {"default": plain, "tool_use": with_tools}
+  return [{"name": k, "template": v} for k, v in named.items()]
+
+
+def write_tokenizer(
   made: pathlib.Path,
   source: pathlib.Path | None,
   tokenizer: tokenizers.Tokenizer,
 ) -> None:
-  """Copies the tokenizer's own files; writes them where it has none."""
+  """Copies a tokenizer's own files, or writes what says the same.
+
+  Args:
+    made: the folder to write in.
+    source: the folder that the tokenizer is from; a GGUF file or None have no
+      files to copy.
+    tokenizer: what was read of it, or made.
+  """
   if source is not None and source.is_dir():
     for name in _COPIED:
       if os.path.lexists(source / name):
@@ -362,7 +381,7 @@ def _write_tokenizer(
     (made / "tokenizer.json").write_text(text, encoding="utf-8")
     settings = {
       "add_bos_token": tokenizer.bos_id is not None,
-      "chat_template": tokenizer.template,
+      "chat_template": _template(tokenizer),
       "clean_up_tokenization_spaces": False,
       "eos_token": next(map(backend.id_to_token, tokenizer.eos_ids), None),
       "pad_token": backend.id_to_token(tokenizer.pad_id),

@@ -29,9 +29,11 @@ from jaxrl_post import (
 from jaxrl_post import show as shows
 from jaxrl_post.planning import costs, table
 from jaxrl_post.planning import plan as planning
+from jaxrl_post.rewards import blame
 from jaxrl_post.runtime import (
   compare,
   folder,
+  log,
   report,
   signals,
   summary,
@@ -84,7 +86,6 @@ _PORT = flags.DEFINE_integer(
   lower_bound=0,
   upper_bound=2**16 - 1,
 )
-
 _WRITERS = flags.DEFINE_list(
   "writers",
   [],
@@ -111,7 +112,6 @@ _TOPOLOGY = flags.DEFINE_string(
   "With --mode=compile, the machine: a TPU and the shape of a slice, as in "
   "v5p:4x4x4, or a GPU and how many, as in h100:8.",
 )
-
 _COORDINATOR = flags.DEFINE_string(
   "coordinator",
   None,
@@ -173,14 +173,14 @@ def main(argv: Sequence[str]) -> int:
     if _MODE.value in _READERS and (argv[1:] or _MODE.value != "inspect"):
       return _read(argv[1:])
     return _run(stopper, watch)
-  except types.InputError as error:
-    # One line for what the user can mend; a traceback would hide it.
-    print(f"error: {error}", file=sys.stderr)
-    return _INPUT_ERROR
-  except types.RunError as error:
-    if error.__cause__ or error.__context__:
+  except (types.InputError, types.RunError) as error:
+    # One line for what the user can mend; a traceback would hide it, but for
+    # that of the user's own reward.
+    wrong, own = isinstance(error, types.InputError), blame.traceback_of(error)
+    if not (wrong or own) and (error.__cause__ or error.__context__):
       raise  # Where that came from, only a traceback tells.
-    print(f"error: {error}", file=sys.stderr)
+    print(log.visible(f"{own}error: {error}"), file=sys.stderr)
+    return _INPUT_ERROR if wrong else 1
   except SystemExit as error:  # of an experiment or a library, with any code
     print(f"error: something called exit({error.code})", file=sys.stderr)
   return 1
@@ -386,7 +386,7 @@ def _open(cfg: config.Run, stack: contextlib.ExitStack) -> pathlib.Path:
 def _say(hosts: hosts_lib.Hosts, text: str) -> None:
   """Prints at the head; the others would say the same."""
   if hosts.is_head:
-    print(text, flush=True)
+    print(log.visible(text), flush=True)
 
 
 def _eval(hosts: hosts_lib.Hosts, cfg: config.Run, parts: prepare.Parts) -> int:

@@ -203,6 +203,9 @@ def _check_same_ids(path: str, ours: tokenizers.Tokenizer) -> None:
 def check_schedule(cfg: config.Run) -> None:
   """Refuses to train at a rate that is to fall, and has no time to.
 
+  One that is to stay where it is and never gets there is warned of, as the run
+  may go on.
+
   Raises:
     InputError: it rises until the end.
   """
@@ -212,6 +215,15 @@ def check_schedule(cfg: config.Run) -> None:
       "optim.warmup_steps: expected less than the run's "
       f"{updates} updates with optim.schedule={optim.schedule}, got "
       f"{optim.warmup_steps}. Lower it, or make the run longer."
+    )
+  if optim.warmup_steps > updates:
+    logging.warning(
+      "optim.warmup_steps=%d is more than the run's %d updates: the learning "
+      "rate ends at %.3g of %g. Lower it, unless the run is to go on.",
+      optim.warmup_steps,
+      updates,
+      optim.learning_rate * updates / optim.warmup_steps,
+      optim.learning_rate,
     )
 
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import pathlib
+import shutil
 
 import pytest
 
@@ -216,18 +217,20 @@ def test_c126_a_flag_wins_over_the_experiment(trained):
 @pytest.mark.parametrize(
   ("folders", "code", "words"),
   [
-    (("run", "run"), 0, "B against A: undecided"),
+    (("run", "copy"), 0, "B against A: undecided"),
+    (("run", "run"), 2, "run: expected folders of different runs, got that of"),
     (
       ("run",),
       2,
       "--mode=compare: expected the folders of 2 to 26 runs, got 1",
     ),
     (("run", "runn"), 2, "runn: expected the folder of a run, got none"),
-    (("--exp=tiny", "run", "run"), 2, "--exp: expected none with"),
+    (("--exp=tiny", "run", "copy"), 2, "--exp: expected none with"),
   ],
 )
 def test_runs_are_compared_by_their_folders(trained, folders, code, words):
   path = trained[0]
+  shutil.copytree(path, path.parent / "copy", dirs_exist_ok=True)
   end = runs.run(path.parent, "--mode=compare", *folders)
   assert end.code == code, end.err
   assert words in (end.err if code else end.out)

@@ -22,7 +22,7 @@ import safetensors.numpy
 
 from jaxrl_post import config, export, loop, prepare, types
 from jaxrl_post.data import tokenizer as tokenizers
-from jaxrl_post.models import transformer, weights
+from jaxrl_post.models import gemma3, transformer, weights
 from jaxrl_post.runtime import checkpoint
 from jaxrl_post.runtime import folder as folders
 from jaxrl_post.training import lora
@@ -157,6 +157,79 @@ def test_a_model_from_a_folder_takes_its_tokenizer_along(made, tmp_path):
   before = weights.read_params(str(source), cfg)
   assert np.abs(params["embed"] - before["embed"]).max() > 0
   assert (tmp_path / "to").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_template_for_tools_of_a_gguf_file_is_written_too(tmp_path):
+  """A file and its tokenizer are read; a folder is written beside them."""
+  source = tmp_path / "model.gguf"
+  tokenizer = tokenizers.Tokenizer(
+    backend=tiny_folder.byte_tokenizer(),
+    pad_id=0,
+    eos_ids=(2,),
+    template="plain",
+    tool_template="{{ tools|length }} tools",
+  )
+  for name, own in (
+    ("both", tokenizer),
+    ("one", dataclasses.replace(tokenizer, tool_template=None)),
+  ):
+    (tmp_path / name).mkdir()
+    export.write_tokenizer(tmp_path / name, source, own)
+    read = tokenizers.load(str(tmp_path / name))
+    assert read.template == "plain"
+    assert read.tool_template == own.tool_template
+  text = (tmp_path / "both" / "tokenizer_config.json").read_text()
+  assert json.loads(text)["chat_template"] == [
+    {"name": "default", "template": "plain"},
+    {"name": "tool_use", "template": "{{ tools|length }} tools"},
+  ]
+  text = (tmp_path / "one" / "tokenizer_config.json").read_text()
+  assert json.loads(text)["chat_template"] == "plain"
+
+
+def test_a_shape_that_no_config_can_say_is_refused_before_anything_is_read(
+  tmp_path,
+):
+  window = "model.config.window"
+  cfg = runs.configured()
+  shape = dataclasses.replace(
+    gemma3.config(tiny_folder.FAMILIES["gemma3"]),
+    vocab_size=cfg.model.config.vocab_size,
+  )
+  shared = dataclasses.replace(shape.window, rope_theta=None)
+  model = dataclasses.replace(
+    cfg.model, config=dataclasses.replace(shape, window=shared)
+  )
+  with refused(rf"^{window}\.rope_theta: expected a number for a Gemma"):
+    export.run(
+      dataclasses.replace(cfg, model=model), tmp_path / "run", tmp_path / "to"
+    )
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_name_the_modules_of_a_model_that_reads_images(
+  tmp_path, monkeypatch
+):
+  """The command asks the folder beneath what its modules are called."""
+  folder = tmp_path / "model"
+  hf = tiny_folder.write(folder, "gemma3")
+  beside = {"model_type": "gemma3", "text_config": hf}
+  (folder / "config.json").write_text(json.dumps(beside))
+  own = (f"model.path={folder}", "model.config=none", "data.alphabet=none")
+  cfg = runs.configured(*own, *LORA)
+  shape = gemma3.config(hf)
+  tree = lora.spec(transformer.spec(shape), cfg.optim.trained)
+  adapters = jax.tree.map(lambda w: np.ones(w.shape, np.float32), tree)
+  monkeypatch.setattr(export.fields, "find", lambda *_: tmp_path / "4")
+  monkeypatch.setattr(export.fields, "read", lambda *_: {"adapters": adapters})
+  form = export.Form(adapter=True)
+  export.run(cfg, tmp_path / "run", tmp_path / "to", form=form)
+  file = tmp_path / "to" / "adapter_model.safetensors"
+  names = set(safetensors.numpy.load_file(file))
+  assert names and all(
+    name.startswith("base_model.model.model.language_model.layers.")
+    for name in names
+  )
 
 
 def test_the_step_that_is_asked_for_is_written(trained, tmp_path):

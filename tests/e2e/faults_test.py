@@ -41,8 +41,16 @@ def test_c73_a_reward_that_raises_ends_the_run(tmp_path):
   # The frame of the worker, not only that of the one who waited.
   assert "in boom" in end.err
   # Cause and advice come last, in one line.
-  last = end.err.rstrip().splitlines()[-1]
-  assert re.search("reward boom, rollout 1[2-5]: ValueError: boom. Mend ", last)
+  *above, last = end.err.rstrip().splitlines()
+  told = "^error: reward boom, rollout 1[2-5]: ValueError: boom. Mend "
+  assert re.search(told, last)
+  file = re.search(r"rewards\.check (\S+):boom tries it", last)[1]
+  assert (tmp_path / file).samefile(runs.ROOT / "tests/e2e/experiment.py")
+  # The user's frames alone stand above it.
+  begins = above.index("Traceback (most recent call last):")
+  frames = [line for line in above[begins:] if line.startswith("  File ")]
+  assert frames and all("experiment.py" in line for line in frames)
+  assert above[-2:] == ["ValueError: boom", ""]
   assert "rewards.on_failure=mask" in last
   assert end.survivors == ()
 

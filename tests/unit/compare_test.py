@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.runtime import compare, history, steps
+from jaxrl_post.planning import plan
+from jaxrl_post.runtime import compare, history, report, steps
 
 SETTINGS: dict[str, Any] = {
   "model": {"chunk": 1024, "config": {"width": 64}, "path": None},
@@ -336,7 +337,32 @@ def test_evaluations_of_other_prompts_are_not_shown(tmp_path):
   b = written(tmp_path / "b", tested, data=data)
   text = compare.text([a, b])
   assert "held-out" not in text and "B: other evaluations than A" in text
-  assert "held-out" in compare.text([a, a])
+  same = written(tmp_path / "c", tested)
+  assert "held-out" in compare.text([a, same])
+
+
+@pytest.mark.parametrize("told", [compare.text, report.report, plan.text])
+def test_a_run_beside_itself_is_refused_whatever_it_is_called(tmp_path, told):
+  a, b = (written(tmp_path / name, lines(1, 9)) for name in "ab")
+  link = tmp_path / "c"
+  link.symlink_to(a)
+  for folders in ([a, a], [a, link], [a, tmp_path / "b" / ".." / "a"]):
+    with pytest.raises(types.InputError, match="Name each run once") as error:
+      told(folders)
+    assert f"{folders[1]}: expected folders of different runs" in str(
+      error.value
+    )
+    assert "\n" not in str(error.value)
+  if told is compare.text:
+    assert told([a, b])
+
+
+def test_what_a_folder_says_cannot_steer_the_terminal(tmp_path):
+  a = written(tmp_path / "a\x1b[2J", lines(1, 9))
+  b = written(tmp_path / "b", lines(1, 9), debug={"\x1b[31m\u202ename": 1})
+  text = compare.text([a, b])
+  assert "a\\x1b[2J" in text and "debug.\\x1b[31m\\u202ename" in text
+  assert not set("\x1b\u202e") & set(text)
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path):

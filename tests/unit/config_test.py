@@ -6,6 +6,7 @@ import json
 import math
 import operator
 import pathlib
+import re
 import typing
 from collections.abc import Callable
 from typing import Literal
@@ -28,7 +29,7 @@ from jaxrl_post.placement import settings
 from jaxrl_post.rewards import pool
 from jaxrl_post.runtime import assign, checkpoint
 from jaxrl_post.sampling import engine
-from jaxrl_post.training import optim
+from jaxrl_post.training import lora, optim, trained
 from tests.e2e import experiment
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -257,14 +258,29 @@ def test_a_wrong_assignment_is_refused_in_one_line(assignment, words):
       ["algo.region=none"],
       "setting in it, got 'none' .* low, high, dual. .*FILE",
     ),
-    (["algo.filters=none"], "expected nothing, or Correction FILE, got 'none'"),
+    (
+      ["algo.filters=none"],
+      "expected nothing, as in --set algo.filters=, or Correction FILE, got 'n",
+    ),
     (["algo.kl=0.1"], "expected none, or Kl FILE, got '0.1'. Write it there.$"),
     (
       ["optim.trained=lora"],
       "expected none, or Lora or Only FILE, got 'lora'. Write it there, or set "
-      "what is in it: optim.trained.rank, .*optim.trained.patterns.$",
+      "one of these, which makes it with the rest: optim.trained.rank=8, "
+      r"optim.trained.alpha=16.0, optim.trained.targets=q,[a-z,]+ \(Lora\); "
+      r"optim.trained.patterns=\* \(Only\)\.$",
     ),
     (["optim.trained=builtins:print"], "expected none, or Lora or Only FILE"),
+    (
+      ["algo.kl.coef=0.25"],
+      "a run with algo.kl, got one without. Write "
+      r"kl=divergence\.Kl\(coef=0.25\) FILE; then --set changes it.$",
+    ),
+    (
+      ["algo.kl.place=reward"],
+      r"Write kl=divergence\.Kl\(coef=\.\.\., place=reward\) FILE; then",
+    ),
+    (["algo.kl.wrong=1"], "a run with algo.kl, got one without. Write one"),
     (["data.held_out.size=9"], "a run with data.held_out, got one .* FILE"),
     (["optim=3"], "Set one of: name, learning_rate[a-z_, 0-9]*.$"),
     (["optim.trained.rank=8", "optim.trained=none"], "got 'none' and settings"),
@@ -277,6 +293,38 @@ def test_what_no_text_can_say_is_told_where_to_say_it(assignments, expected):
   with pytest.raises(types.InputError, match=expected.replace("FILE", file)):
     config.override(tiny(), assignments)
   assert "\n## Settings\n" in (ROOT / "docs" / "running.md").read_text()
+
+
+@pytest.mark.parametrize(
+  ("assignment", "meant"),
+  [
+    ("region.high=0.3", "algo.region.high"),
+    ("filters=none", "algo.filters"),
+    ("kl.coef=0.1", "algo.kl.coef"),
+    ("high=0.3", "algo.region.high or algo.correction.high"),
+    ("every=2", "checkpoint.every or evaluation.every"),
+    ("max_lags=2", "'max_lag'"),
+  ],
+)
+def test_a_name_that_stands_below_others_is_told_whole(assignment, meant):
+  place = assignment.partition("=")[0]
+  with pytest.raises(types.InputError) as error:
+    config.override(tiny(), [assignment])
+  head = place.partition(".")[0]
+  told = f"--set {head}: Run has no field {head!r}. Did you mean {meant}?"
+  assert str(error.value).startswith(told)
+
+
+def test_a_setting_that_is_proposed_is_taken():
+  with pytest.raises(types.InputError) as error:
+    config.override(tiny(), ["optim.trained=lora"])
+  made = str(error.value).partition("with the rest: ")[2]
+  settings = re.findall(r"optim\.trained\.\w+=\S+(?=, | \()", made)
+  assert len(settings) == 4
+  for setting in settings[:3]:
+    assert config.override(tiny(), [setting]).optim.trained == lora.Lora()
+  only = config.override(tiny(), settings[3:]).optim.trained
+  assert only == trained.Only()
 
 
 def test_an_empty_text_is_no_parts():
@@ -409,12 +457,16 @@ def test_the_end_of_a_run_may_change_while_no_schedule_depends_on_it():
     assert "num_steps" not in config.may_change(run)
 
 
-def test_a_rate_that_is_to_fall_has_updates_left_for_it():
+def test_a_rate_that_is_to_fall_has_updates_left_for_it(caplog):
   def check(schedule, num_steps):
     cfg = optim.Optim(schedule=schedule, warmup_steps=6, minibatches=2)
     prepare.check_schedule(tiny(optim=cfg, num_steps=num_steps))
 
   check("constant", 3)  # A run that goes on has more than six.
+  assert caplog.text == ""
+  check("constant", 2)
+  assert "warmup_steps=6 is more than the run's 4 updates" in caplog.text
+  assert "ends at 6.67e-07 of 1e-06" in caplog.text
   for schedule in ("linear", "cosine"):
     check(schedule, 4)
     with pytest.raises(types.InputError, match="the run's 6 updates .* got 6"):

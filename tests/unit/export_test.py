@@ -1,7 +1,9 @@
 """Weights out: what is written, how much of it at a time, and read back."""
 
+import dataclasses
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -13,7 +15,15 @@ import pytest
 import safetensors.numpy
 
 from jaxrl_post import types
-from jaxrl_post.models import export, hf_format, transformer, weights
+from jaxrl_post.models import (
+  export,
+  gemma3,
+  hf_format,
+  qwen2,
+  transformer,
+  variants,
+  weights,
+)
 from jaxrl_post.training import lora
 from tests.reference import tiny_folder
 
@@ -202,6 +212,105 @@ def test_adapters_alone_make_the_same_weights_by_the_rule_of_peft(tmp_path):
     assert a.shape[0] == b.shape[1] == 2
     whole = base[name] + about["lora_alpha"] / about["r"] * (b @ a)
     np.testing.assert_allclose(merged[name], whole, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_beneath_images_are_of_the_text_models_modules(tmp_path):
+  """As `transformers` names them in a Gemma 3 that also reads images."""
+  cfg, _ = params_of(tmp_path / "in", "gemma3")
+  hf = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": SHAPES["gemma3"],
+  }
+  assert weights.module_prefix(str(tmp_path / "in")) == "model."
+  (tmp_path / "in" / "config.json").write_text(json.dumps(hf))
+  prefix = weights.module_prefix(str(tmp_path / "in"))
+  adapters = adapters_of(cfg)
+  for name, options in (("text", {}), ("beside", {"prefix": prefix})):
+    (tmp_path / name).mkdir()
+    export.write_adapter(
+      tmp_path / name, cfg, adapters, alpha=1.0, base="", **options
+    )
+  text, beside = stored(tmp_path / "text"), stored(tmp_path / "beside")
+  head = "base_model.model.model."
+  longer = {
+    f"{head}language_model.{name.removeprefix(head)}": value
+    for name, value in text.items()
+  }
+  assert_same(beside, longer)
+  # `peft` adapts modules whose whole name fits; a tower's end alike.
+  about = json.loads((tmp_path / "beside" / "adapter_config.json").read_text())
+  at = "model.language_model.layers.12."
+  for module, adapted in (
+    (f"{at}self_attn.q_proj", True),
+    (f"{at}mlp.down_proj", True),
+    (f"{at}self_attn.k_proj", False),
+    (f"{at}self_attnXq_proj", False),
+    ("model.vision_tower.encoder.layers.1.self_attn.q_proj", False),
+  ):
+    found = re.fullmatch(about["target_modules"], module)
+    assert bool(found) == adapted, module
+
+
+# ------------------------------------------------------------ what config says
+
+
+def first_of(*layers: bool) -> int | None:
+  shape = dataclasses.replace(
+    qwen2.config(SHAPES["qwen2"]),
+    num_layers=len(layers),
+    window=variants.Window(5, layers),
+  )
+  return weights.hf_config(shape).get("max_window_layers")
+
+
+def test_releases_without_layer_types_are_told_where_windows_begin():
+  """They take layers i >= max_window_layers, 28 where it is not told."""
+  assert first_of(False, True, True) == 1
+  assert first_of(True, True) == 0
+  assert first_of(False, False, False, True) == 3
+  # No such number says these.
+  assert first_of(True, False) is None
+  assert first_of(False, True, False) is None
+  gemma = weights.hf_config(gemma3.config(SHAPES["gemma3"]))
+  assert "max_window_layers" not in gemma
+
+
+def test_windows_are_read_back_by_either_field():
+  own = {"sliding_window": 5, "use_sliding_window": True}
+  for first in range(3):
+    hf = {**SHAPES["qwen2"], **own, "max_window_layers": first}
+    shape = qwen2.config(hf)
+    assert shape.window == variants.Window(
+      5, tuple(i >= first for i in range(3))
+    )
+    written = weights.hf_config(shape)
+    assert qwen2.config(written) == shape
+    del written["layer_types"]
+    assert qwen2.config(written) == shape
+
+
+def test_a_base_that_a_gemmas_windows_share_is_spelled_out():
+  near = gemma3.config(SHAPES["gemma3"])
+  shared = dataclasses.replace(
+    near,
+    window=dataclasses.replace(near.window, rope_theta=None),
+    rope_scaling=None,
+  )
+  hf = weights.hf_config(shared)
+  assert hf["rope_local_base_freq"] == hf["rope_theta"] == near.rope_theta
+  # The same function: all layers turn alike.
+  read = gemma3.config(hf)
+  assert read.window.layers == near.window.layers
+  for local in (False, True):
+    one, other = (
+      transformer.inverse_frequencies(cfg, local=local)
+      for cfg in (read, shared)
+    )
+    np.testing.assert_array_equal(one, other)
+  scaled = dataclasses.replace(shared, rope_scaling=near.rope_scaling)
+  with pytest.raises(types.InputError, match=r"^model\.config\.window\.rope_t"):
+    weights.hf_config(scaled)
 
 
 # -------------------------------------------------------------------- memory

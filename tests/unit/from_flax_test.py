@@ -1,6 +1,8 @@
 """Models of the user's own: what they are to a run, and what is refused."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from jaxrl_post import types
-from jaxrl_post.models import decoder, from_flax, network
+from jaxrl_post import config, types
+from jaxrl_post.models import decoder, from_flax, named, network
 from jaxrl_post.models import spec as specs
 from jaxrl_post.training import optim
 from tests.e2e import own_models as own
@@ -282,6 +284,59 @@ def test_a_model_is_told_from_others_by_what_it_is():
   assert not any("\n" in text or " at 0x" in text for text in told)
   assert from_flax.nnx(own.Small, **own.SIZES).config.about == (
     "nnx tests.e2e.own_models:Small of tokens"
+  )
+
+
+class Odd(nn.Module):
+  """Has settings of every kind."""
+
+  setting: object = None
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    return tokens
+
+
+class Plain:
+  """Has no text of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+  what: object
+
+
+def test_no_address_and_no_order_of_a_set_is_in_the_text_of_a_model():
+  """In the text of what a run is continued by, each process says the same."""
+  here = f"{__name__}:_logits"
+  words = {f"w{i}" for i in range(9)}
+  in_order = ", ".join(map(repr, sorted(words)))
+  cases = [
+    (Plain(), f"<{__name__}.Plain object>"),
+    (Held(_logits), f"{Held(what=0)!r}".replace("0", "<function _logits>")),
+    ((_logits, [_logits]), f"({here}, [{here}])"),
+    ({"a": Plain(), "b": {"c": _logits}}, None),
+    (functools.partial(_logits, Plain()), None),
+    (words, f"set({in_order})"),
+    (jnp.float32, "jax.numpy:float32"),
+  ]
+  for setting, wanted in cases:
+    text = named.text(Odd(setting=setting))
+    assert not re.search("0x[0-9a-f]", text), text
+    if wanted is not None:
+      assert text == f"{__name__}:Odd(setting={wanted})"
+  made = [named.text(Odd(setting={"a": Plain()})) for _ in range(2)]
+  assert made[0] == made[1]
+  # What differs, still does.
+  assert len({named.text(x) for x in ([1], (1,), {1}, 1, {1: 1})}) == 5
+  assert named.text(str.strip) == "builtins:str.strip"
+
+
+def test_a_reward_with_a_function_in_it_is_named_alike_in_each_process():
+  given = functools.partial(_logits, Plain(), key=_logits, by={"b", "a"})
+  text = config.to_json(given)
+  assert text == (
+    f"{__name__}:_logits(0=<{__name__}.Plain object>, key={__name__}:_logits, "
+    "by=set('a', 'b'))"
   )
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pathlib
 import pickle
+import re
 import select
 import signal
 import subprocess
@@ -18,9 +19,9 @@ import numpy as np
 import pytest
 
 from jaxrl_post import types
+from jaxrl_post.rewards import blame, check, exact, worker
 from jaxrl_post.rewards import format as format_reward
 from jaxrl_post.rewards import pool as pools
-from jaxrl_post.rewards import worker
 
 # Far above what any call here needs on a busy machine.
 WAIT_S = 60.0
@@ -186,6 +187,35 @@ def test_c73_stop_raises_the_workers_error_with_its_traceback(stop):
   assert isinstance(cause, ValueError)
   assert "pool_test.py" in str(cause.__cause__)
   assert "in scripted" in str(cause.__cause__)
+
+
+def test_the_traceback_of_a_reward_is_that_of_its_own_file(stop):
+  for question, kind in ((("raise",), "ValueError: boom"), (("odd",), "")):
+    with pytest.raises(types.RunError) as raised:
+      score(stop, question)
+    shown = blame.traceback_of(raised.value)
+    files = set(re.findall(r'^  File "([^"]+)"', shown, re.MULTILINE))
+    assert files == {__file__}
+    head, *_ = shown.splitlines()
+    assert head == "Traceback (most recent call last):"
+    assert "in scripted\n    " in shown
+    assert shown.endswith(f"{kind}\n\n")
+  # Of what is no reward's fault there is none.
+  with pytest.raises(types.RunError) as raised:
+    score(stop, ("give", "1"))
+  assert blame.traceback_of(raised.value) == ""
+  assert blame.traceback_of(types.InputError("x")) == ""
+
+
+def test_what_is_tried_is_named_as_the_check_takes_it(monkeypatch):
+  monkeypatch.chdir(pathlib.Path(__file__).parent)
+  partial = functools.partial(functools.partial(scripted), x=1)
+  assert blame.target(scripted) == "pool_test.py:scripted"
+  assert blame.target(partial) == "pool_test.py:scripted"
+  assert blame.target(exact.exact) == "jaxrl_post.rewards.exact:exact"
+  for function in (scripted, exact.exact):
+    loaded = check.load(blame.target(function))
+    assert loaded.__qualname__ == function.__qualname__
 
 
 def test_mask_keeps_a_one_line_reason_and_goes_on(mask):

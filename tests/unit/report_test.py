@@ -15,6 +15,7 @@ from jaxrl_post.runtime import (
   diagnose,
   draw,
   history,
+  log,
   page,
   report,
   samples,
@@ -96,6 +97,31 @@ def test_what_a_model_wrote_is_text_and_never_runs(tmp_path):
   assert "newest" in found.text and "not shown" not in found.text
 
 
+# Escape, NUL, carriage return, C1, and marks that turn the direction.
+CONTROLS = "\x1b\x00\r\x9b\u202e\u2066\u200f\ufeff"
+
+
+def test_no_control_is_on_the_page_or_in_the_terminal(tmp_path):
+  run = report_runs.full(tmp_path / "run\x1b[2J")
+  with (run / "rollouts.txt").open("a", encoding="utf-8") as file:
+    file.write(f"step 99 prompt 0 \u202e---\n    a{CONTROLS}b\n")
+  settings = json.loads((run / "config.json").read_text())
+  settings["seed"] = f"c{CONTROLS}d"
+  (run / "config.json").write_text(json.dumps(settings))
+  terminal = report.report([run])
+  text = (run / "report.html").read_bytes().decode("utf-8")
+  escapes = "".join(repr(c)[1:-1] for c in CONTROLS)
+  assert escapes == r"\x1b\x00\r\x9b\u202e\u2066\u200f\ufeff"
+  assert f"a{escapes}b" in text and f"c{escapes}d" in text
+  assert "Step 99 prompt 0 \\u202e" in text and r"run\x1b[2J" in text
+  assert r"run\x1b[2J" in terminal
+  for shown in (text, terminal):
+    assert not set(CONTROLS) & set(shown)
+  # Still a whole page, and words of other scripts are as they were.
+  assert Page(text).open == []
+  assert log.visible("é漢字 🙂±\n") == "é漢字 🙂±\n"
+
+
 def test_the_terminal_gets_the_same_in_30_lines_of_80_columns(tmp_path):
   run = report_runs.full(tmp_path / "run")
   rows = [json.loads(x) for x in (run / "metrics.jsonl").open()]
@@ -170,7 +196,7 @@ def test_all_that_read_runs_refuse_what_is_none_alike(tmp_path):
   said = set()
   for read in (report.report, compare.text, plan.text):
     with pytest.raises(types.InputError) as error:
-      read([tmp_path, tmp_path])
+      read([tmp_path, tmp_path / "none"])
     said.add(str(error.value))
   (line,) = said
   assert line.startswith(f"{tmp_path}: expected the folder of a run, got one")

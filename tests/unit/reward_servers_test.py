@@ -7,14 +7,17 @@ import http.server
 import inspect
 import itertools
 import json
+import math
+import re
 import socket
 import threading
 import time
+import traceback
 
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.rewards import client, judge
+from jaxrl_post.rewards import client, code, judge, limits
 from jaxrl_post.rewards import http as http_reward
 from jaxrl_post.rewards import pool as pools
 from tests.unit import pool_test
@@ -371,6 +374,109 @@ def test_a_key_that_is_not_there_is_refused():
     pytest.raises(types.InputError, match="NO_SUCH_KEY, got none"),
   ):
     ask(server, key="NO_SUCH_KEY")
+
+
+@pytest.mark.parametrize(
+  ("key", "place"),
+  [
+    ("s3cret\n", "7 of 7"),
+    ("s3\r\ncret: x", "3 of 11"),
+    ("s3cre\u2028t", "6 of 7"),
+    ("\x1bs3cret", "1 of 7"),
+    ("s3cr\u00e9t", "5 of 6"),
+    ("s3\udcffcret", "3 of 7"),
+  ],
+)
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(
+  monkeypatch, key, place
+):
+  monkeypatch.setenv("A_KEY", key)
+  with (
+    Server([]) as server,
+    pytest.raises(types.InputError, match=f"A_KEY: .*number {place}") as caught,
+  ):
+    ask(server, key="A_KEY")
+  assert server.asked == []
+  for text in (
+    str(caught.value),
+    "".join(traceback.format_exception(caught.value)),
+  ):
+    assert not re.search("s3|cr\u00e9t|cret", text.partition("A_KEY: ")[2]), (
+      text
+    )
+  assert caught.value.__cause__ is caught.value.__context__ is None
+  with (
+    Server([]) as server,
+    pytest.raises(types.InputError, match="header Some: expected printable"),
+  ):
+    post(server, headers={"Some": key})
+
+
+def test_a_key_in_place_of_its_name_is_refused_and_not_shown():
+  with pytest.raises(types.InputError, match=r"^judge\.key: .*name") as caught:
+    judge.Judge(url="http://x", model="m", key="sk-s3cret")
+  assert "s3cret" not in str(caught.value)
+
+
+def served(*seconds: float, **options) -> pools.Rewards:
+  functions = [
+    functools.partial(http_reward.scored, url="http://x", deadline_s=s)
+    for s in seconds
+  ]
+  return pools.Rewards(functions=tuple(functions), **options)
+
+
+@pytest.mark.parametrize(
+  ("function", "setting"),
+  [
+    (
+      functools.partial(
+        judge.graded,
+        judge=judge.Judge(url="http://x", model="m", deadline_s=30.0),
+      ),
+      r"judge\.deadline_s=30 of graded",
+    ),
+    (
+      functools.partial(http_reward.scored, url="http://x", deadline_s=30),
+      "deadline_s=30 of scored",
+    ),
+    (
+      functools.partial(code.passed, timeout_s=30.0),
+      "timeout_s=30 of passed",
+    ),
+  ],
+)
+def test_a_reward_may_not_wait_longer_than_the_pool_lets_it(function, setting):
+  told = rf"^rewards\.timeout_s: expected more than {setting}, got "
+  for timeout_s in (10.0, 30.0):
+    with pytest.raises(types.InputError, match=f"{told}{timeout_s:g}\\. Raise"):
+      pools.Rewards(functions=(function,), timeout_s=timeout_s)
+  pools.Rewards(functions=(function,), timeout_s=30.5)
+
+
+def test_functions_of_a_batch_wait_one_after_the_other():
+  served(8.0, 5.0, timeout_s=10.0)
+  told = (
+    r"more than deadline_s=8 of scored \+ deadline_s=5 of scored_2, .*got 13"
+  )
+  with pytest.raises(types.InputError, match=told):
+    served(8.0, 5.0, timeout_s=13.0, batch=2)
+  served(8.0, 5.0, timeout_s=13.5, batch=2)
+
+
+def test_a_reward_without_a_limit_of_its_own_has_none():
+  for function in (len, pool_test.rollout, functools.partial(round, ndigits=2)):
+    assert limits.longest(function) == ("", 0.0)
+  assert limits.longest(http_reward.scored) == ("deadline_s", 8.0)
+
+
+@pytest.mark.parametrize("value", [1e16, -1e16, math.inf, math.nan])
+def test_a_value_for_failures_is_refused_with_its_range(value):
+  told = (
+    r"on_failure: expected 'stop', 'mask' or a number from -1e\+15 to 1e\+15"
+  )
+  with pytest.raises(types.InputError, match=told):
+    served(1.0, on_failure=value)
 
 
 def test_an_answer_of_another_form_is_told():

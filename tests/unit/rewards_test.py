@@ -249,3 +249,22 @@ def test_two_parts_of_one_name_are_refused():
   scores = (combine.read("a", 1.0), combine.read("b", {"a": 1.0}))
   with pytest.raises(types.InputError, match="'a' from two functions"):
     combine.combine(rollout(""), scores, (1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+  ("weights", "values", "got"),
+  [
+    ((1e10, 1.0), (1e10, 0.0), "1e+20"),
+    ((1.0, 1.0), (9e14, 9e14), "1.8e+15"),
+    ((1e308, -1e308), (1e15, 1e15), "inf"),
+  ],
+)
+def test_weights_that_make_a_reward_too_large_are_told(weights, values, got):
+  scores = [
+    combine.Score(parts={name: v}) for name, v in zip("ab", values, strict=True)
+  ]
+  with pytest.raises(types.InputError) as error:
+    combine.combine(rollout(""), scores, weights)
+  told = "rewards.weights: expected weighted rewards from -1e+15 to 1e+15"
+  assert str(error.value).startswith(told)
+  assert f"got {got}. Lower" in str(error.value)

@@ -4,13 +4,14 @@ import json
 import os
 import pathlib
 import threading
+import time
 
 import pytest
 import tokenizers as hf_tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrl_post import types
-from jaxrl_post.data import template, tokenizer, tool_calls
+from jaxrl_post.data import render_worker, template, tokenizer, tool_calls
 from tests.reference import chat_templates
 
 TOOLS = ({"name": "add", "parameters": {"type": "object", "note": "é<b>"}},)
@@ -289,9 +290,30 @@ def test_a_hostile_template_ends_in_one_line(case):
   assert text == "b"
 
 
-def test_one_request_sees_one_time_and_answers_are_not_mixed_up():
-  now = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}"
-  assert len(set(template.render(now, {}, {}, {}))) == 1
+@pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "Etc/GMT+12"])
+def test_a_date_is_that_of_no_day_and_no_place(monkeypatch, zone):
+  source = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f %Z') }}"
+  expected = "2024-07-26 00:00:00.000000 UTC"
+  assert template.render(source, {}, {}) == [expected, expected]
+  # The renderer may have been started in another time zone.
+  request = {"source": source, "calls": [{}], "now": template.NOW_S}
+  with monkeypatch.context() as patch:
+    patch.setenv("TZ", zone)
+    time.tzset()
+    found = render_worker.answer(request)
+  time.tzset()
+  assert found == {"texts": [expected]}
+
+
+def test_a_prompt_of_llama_has_the_date_that_docs_tell():
+  _, text = make("llama3").prompt_ids(({"role": "user", "content": "hi"},))
+  assert "Today: 26 Jul 2024<|eot_id|>" in text
+  docs = pathlib.Path(__file__).parents[2] / "docs"
+  told = (docs / "data.md").read_text(encoding="utf-8")
+  assert "26 July 2024, in UTC" in told
+
+
+def test_answers_are_not_mixed_up():
   found = {}
 
   def ask(i: int) -> None:

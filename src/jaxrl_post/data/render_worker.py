@@ -75,12 +75,12 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
   Args:
     request: `source`; `calls`, a list of variables by name; and `now`, seconds
-      since 1970, the one time that all calls are shown.
+      since 1970, the one time that all calls are shown, in UTC.
 
   Returns:
     `texts`, one a call; or `error`, the template's own message in one line.
   """
-  now = datetime.datetime.fromtimestamp(request["now"])
+  now = datetime.datetime.fromtimestamp(request["now"], datetime.UTC)
   try:
     template = compiled(request["source"])
     texts = [

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,12 @@ from jaxrl_post.data import render_worker
 
 # A turn of a conversation: `role`, and `content` or `tool_calls`.
 Message = Mapping[str, Any]
+
+# The time that templates which print one are told, in seconds since 1970: the
+# start of 26 July 2024 in UTC. Llama 3's own templates name that day where they
+# are told none. It is no setting of a run and not today, so that a prompt is
+# the same in each process of a run, when it goes on, and in the next one.
+NOW_S = 1_721_952_000
 
 _WAIT_S = 60.0  # for the renderer, on a machine that has other things to do
 _LOCK = threading.Lock()
@@ -46,7 +51,7 @@ def render(
     place: names what is rendered in errors.
 
   Returns:
-    The texts, which all see the same time of day.
+    The texts. To each of them it is `NOW_S`, whatever the clock says.
 
   Raises:
     InputError: with the template's own message where it refuses; and where it
@@ -65,7 +70,7 @@ def render(
 def _answer(source: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   if len(source) > render_worker.LIMIT_CHARS:
     return {"error": f"a template of {len(source)} characters"}
-  request = {"source": source, "calls": calls, "now": time.time()}
+  request = {"source": source, "calls": calls, "now": NOW_S}
   try:
     line = json.dumps(request).encode() + b"\n"
   except (TypeError, ValueError, RecursionError) as error:

@@ -7,7 +7,8 @@ is in memory. The numbers are those of the tree, cast to what is asked for.
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -82,6 +83,7 @@ def write_adapter(
   *,
   alpha: float,
   base: str,
+  prefix: str = "model.",
   dtype: Dtype = "float32",
 ) -> list[str]:
   """Writes adapters as the package `peft` keeps them.
@@ -92,6 +94,9 @@ def write_adapter(
     adapters: as `lora.spec` declares them.
     alpha: a change is multiplied by alpha / rank.
     base: where the model beneath is found.
+    prefix: of its modules, from `weights.module_prefix`. Where that is another
+      than "model.", adapted modules are told by their whole names, as images
+      may be read by modules that end alike.
     dtype: of the file.
 
   Returns:
@@ -107,8 +112,8 @@ def write_adapter(
     if tensor.layer is None or change is None:
       continue
     rank = change["a"].shape[-1]
-    module = name.removesuffix(".weight")
-    modules.append(module.rpartition(".")[2])
+    module = prefix + name.removeprefix("model.").removesuffix(".weight")
+    modules.append(module)
     num_out, num_in = tensor.shape
     for part, factor, inner, outer in (
       ("A", change["a"], num_in, rank),
@@ -127,11 +132,19 @@ def write_adapter(
     "lora_dropout": 0.0,
     "peft_type": "LORA",
     "r": rank,
-    "target_modules": sorted(set(modules)),
+    "target_modules": _targets(modules, prefix),
     "task_type": "CAUSAL_LM",
   }
   write_json(folder / "adapter_config.json", settings)
   return ["adapter_model.safetensors", "adapter_config.json"]
+
+
+def _targets(modules: Sequence[str], prefix: str) -> list[str] | str:
+  """Returns which modules `peft` adapts: ends of their names, or a pattern."""
+  if prefix == "model.":
+    return sorted({name.rpartition(".")[2] for name in modules})
+  patterns = {re.sub(r"\d+", r"\\d+", re.escape(name)) for name in modules}
+  return "|".join(sorted(patterns))
 
 
 def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:

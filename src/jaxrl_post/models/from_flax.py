@@ -6,8 +6,6 @@ refused. A module sees tokens and, where it asks for them, positions and the
 mask; with a cache of its own it also reads one token after the other.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -15,7 +13,7 @@ import flax.linen
 import jax
 
 from jaxrl_post import types
-from jaxrl_post.models import decoder, flax_modules, network
+from jaxrl_post.models import decoder, flax_modules, named, network
 
 
 def linen(
@@ -74,7 +72,7 @@ def linen(
   )
   return _model(
     own,
-    f"linen {_text(module)}",
+    f"linen {named.text(module)}",
     sizes=(vocab_size, max_positions),
     takes=takes,
     given=(call, decode, head),
@@ -138,7 +136,7 @@ def nnx(
   )
   return _model(
     own,
-    f"nnx {_text(make)}",
+    f"nnx {named.text(make)}",
     sizes=(vocab_size, max_positions),
     takes=takes,
     given=(call, decode, cache, head),
@@ -167,7 +165,7 @@ def _model(
   chunk: int | None,
 ) -> decoder.Model:
   """Returns the model of a run; `given` functions are part of what it is."""
-  how = ", ".join(_text(f) for f in given if f is not None)
+  how = ", ".join(named.text(f) for f in given if f is not None)
   about = f"{about} of {', '.join(('tokens', *takes))}"
   made = network.Network(
     about=f"{about} by {how}" if how else about,
@@ -193,24 +191,3 @@ def _model(
 
 def _call(model: Any, tokens: jax.Array, **more: jax.Array) -> Any:
   return model(tokens, **more)
-
-
-def _text(value: Any) -> str:
-  """Writes a module, or a part of it, as every process would."""
-  if isinstance(value, flax.linen.Module):
-    names = [f.name for f in dataclasses.fields(value) if f.init]
-    fields = ", ".join(
-      f"{name}={_text(getattr(value, name))}"
-      for name in names
-      if name not in ("parent", "name")
-    )
-    return f"{_text(type(value))}({fields})"
-  if isinstance(value, functools.partial):
-    extra = {**dict(enumerate(value.args)), **value.keywords}
-    fields = ", ".join(f"{k}={_text(v)}" for k, v in extra.items())
-    return f"{_text(value.func)}({fields})"
-  if isinstance(value, tuple | list):
-    return f"({', '.join(_text(x) for x in value)})"
-  if callable(value) and hasattr(value, "__qualname__"):
-    return f"{value.__module__}:{value.__qualname__}"
-  return " ".join(repr(value).split())

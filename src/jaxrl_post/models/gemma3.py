@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_post import types
 from jaxrl_post.models import hf_format, transformer, variants
 
 ARCHITECTURE = "Gemma3ForCausalLM"
@@ -30,7 +31,7 @@ _DEFAULTS = {
 }
 _NULLED = ("sliding_window",)
 # Fields of other families.
-_NOT_ITS = {"hidden_act", "use_sliding_window"}
+_NOT_ITS = {"hidden_act", "max_window_layers", "use_sliding_window"}
 # What is read here and not with the fields of all families.
 _OWN = {"hidden_act", "layer_types", "rope_scaling", "rope_theta"}
 
@@ -87,6 +88,33 @@ def _rotary(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     {"rope_theta": hf["rope_local_base_freq"], **near},
     {"rope_theta": hf["rope_theta"], **whole, **scaling},
   )
+
+
+def explicit(cfg: transformer.Config) -> transformer.Config:
+  """Returns a Gemma's shape as its config.json can say it.
+
+  Args:
+    cfg: the shape; of another family it is returned as it is.
+
+  Returns:
+    A shape of the same function, in which layers with a window have a base of
+    rotary phases of their own.
+
+  Raises:
+    InputError: those layers have the scaling of the others, which no
+      config.json of a Gemma can say.
+  """
+  window = cfg.window
+  if cfg.gemma is None or window is None or window.rope_theta is not None:
+    return cfg
+  if cfg.rope_scaling is not None:
+    raise types.InputError(
+      "model.config.window.rope_theta: expected a number for a Gemma with "
+      "model.config.rope_scaling, got None, which scales layers with a window, "
+      "too. Nothing else can load that: take its weights from the checkpoint."
+    )
+  own = dataclasses.replace(window, rope_theta=cfg.rope_theta)
+  return dataclasses.replace(cfg, window=own)
 
 
 def hf_config(cfg: transformer.Config) -> dict[str, Any]:

@@ -8,6 +8,9 @@ from jaxrl_post.models import gemma3, hf_format, transformer
 
 ARCHITECTURE = "Gemma3ForConditionalGeneration"
 
+# Of its modules in `transformers` since 4.52.
+PREFIX = "model.language_model."
+
 # Of published checkpoints, and as newer releases of `transformers` write them.
 _IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _TEXT = re.compile(r"^language_model\.(?=model\.|lm_head\.)")

@@ -412,9 +412,14 @@ def fields(
     "vocab_size": cfg.vocab_size,
   }
   if cfg.window is not None:
-    out["layer_types"] = [LAYER_KINDS[local] for local in cfg.window.layers]
+    layers = cfg.window.layers
+    out["layer_types"] = [LAYER_KINDS[local] for local in layers]
     out["sliding_window"] = cfg.window.size
     out["use_sliding_window"] = True
+    # Releases that do not know layer_types take all layers from this one on.
+    first = layers.index(True) if any(layers) else len(layers)
+    if all(layers[first:]):
+      out["max_window_layers"] = first
   return out
 
 

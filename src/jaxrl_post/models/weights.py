@@ -63,11 +63,13 @@ def hf_config(cfg: transformer.Config) -> dict[str, Any]:
   """Writes what config.json of a model of this shape says.
 
   Returns:
-    The fields that `read_config` makes the same shape of.
+    The fields that `read_config` makes the same shape of; a base of rotary
+    phases that a Gemma's windows share with its other layers is spelled out.
 
   Raises:
     InputError: no family has such a shape.
   """
+  cfg = gemma3.explicit(cfg)
   for family in _FAMILIES.values():
     hf = family.hf_config(cfg)
     try:
@@ -139,6 +141,21 @@ def _entries(path: str) -> dict[str, hf_format.Entry]:
   found = safetensors_io.entries(place)
   kind = safetensors_io.read_json(place / "config.json").get("model_type")
   return gemma3_vision.text(found) if kind == "gemma3" else found
+
+
+def module_prefix(path: str) -> str:
+  """Returns what modules of a folder's text model are called in `transformers`.
+
+  Args:
+    path: a Hugging Face folder.
+
+  Returns:
+    What their names begin with, in the class that loads the whole folder:
+    "model." for a language model, and longer where it also reads images.
+  """
+  hf = safetensors_io.read_json(pathlib.Path(path) / "config.json")
+  gemma = hf.get("model_type") == "gemma3"
+  return gemma3_vision.PREFIX if gemma else "model."
 
 
 def _check_tied(path: str, entries: Mapping[str, hf_format.Entry]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from jaxrl_post import types
 from jaxrl_post.planning import costs as costs_lib
 from jaxrl_post.planning import measure, simulate
+from jaxrl_post.runtime import history, log
 
 # A setting as good as the fastest one, and a staleness no worse than another.
 _NEAR, _SAME = 0.95, 0.02
@@ -53,12 +54,14 @@ def text(
     most 80 columns.
 
   Raises:
-    InputError: something of it cannot be read, used or written.
+    InputError: something of it cannot be read, used or written, or a folder is
+      named twice.
   """
   runs: list[measure.Measured] = []
   if len(paths) == 1 and (paths[0].suffix == ".json" or paths[0].is_file()):
     base, costs = costs_lib.read(paths[0])
   else:
+    history.check_distinct(paths)
     runs = [measure.read(path) for path in paths]
     base, costs = runs[0].setting, measure.calibrate(runs)
   if save is not None:
@@ -90,7 +93,7 @@ def text(
     "",
     *_assumptions(costs, base, runs),
   ]
-  return "\n".join(lines)
+  return log.visible("\n".join(lines))
 
 
 def run_of(setting: costs_lib.Setting, costs: costs_lib.Costs) -> Planned:

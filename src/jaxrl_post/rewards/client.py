@@ -50,6 +50,21 @@ def check_url(place: str, url: str) -> None:
     )
 
 
+def check_header(place: str, value: str) -> None:
+  """Refuses what no header can hold, without telling what it is.
+
+  Raises:
+    types.InputError: a character is not printable ASCII, as the line break
+      that a file with a key ends with.
+  """
+  for at, character in enumerate(value, 1):
+    if not " " <= character <= "~":
+      raise types.InputError(
+        f"{place}: expected printable ASCII, got another character (number "
+        f"{at} of {len(value)}; the value is not shown). Take it out."
+      )
+
+
 def post(
   url: str,
   body: Any,
@@ -67,14 +82,14 @@ def post(
     deadline_s: for all attempts together, in seconds.
     attempts: at most so many, at least one.
     seed: of the pauses between them.
-    headers: beside the content's type.
+    headers: beside the content's type; they are never shown.
 
   Returns:
     The answer of the first attempt with status 200, decoded.
 
   Raises:
-    types.InputError: the server says that address or key is wrong, or the body
-      cannot be JSON.
+    types.InputError: the server says that address or key is wrong, the body
+      cannot be JSON, or a header is none.
     types.RunError: no attempt had an answer in time, or it was no JSON.
   """
   try:
@@ -84,6 +99,8 @@ def post(
       f"reward server {url}: expected references that JSON can hold, got "
       f"{error}. Use numbers, text, lists."
     ) from error
+  for name, value in (headers or {}).items():
+    check_header(f"reward server {url}: header {name}", value)
   request = urllib.request.Request(
     url, data, {"Content-Type": "application/json", **(headers or {})}
   )

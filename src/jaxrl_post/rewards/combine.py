@@ -121,7 +121,8 @@ def combine(
     for an answer, `failure` says why, too.
 
   Raises:
-    types.InputError: when two functions name a part alike.
+    types.InputError: when two functions name a part alike, or weights make a
+      reward beyond `LARGEST`.
   """
   parts: dict[str, float] = {}
   for score in scores:
@@ -135,7 +136,14 @@ def combine(
   faults = [s.fault for s in scores if s.fault]
   faults += [f"no reward: {s.missing}" for s in scores if s.missing]
   pairs = zip(weights, scores, strict=True)
-  total = math.fsum(w * v for w, s in pairs for v in s.parts.values())
+  terms = [w * v for w, s in pairs for v in s.parts.values()]
+  large = [x for x in terms if not abs(x) <= LARGEST]
+  total = large[0] if large else math.fsum(terms)
+  if not abs(total) <= LARGEST:
+    raise types.InputError(
+      f"rewards.weights: expected weighted rewards {RANGE}, and such a sum, "
+      f"got {total:g}. Lower the weights, or what the functions give."
+    )
   return dataclasses.replace(
     rollout,
     reward=math.nan if faults else total,

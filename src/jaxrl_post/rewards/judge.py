@@ -73,6 +73,11 @@ class Judge:
       groups = re.compile(self.pattern).groups
     except re.error:
       groups = 0
+    if self.key and not self.key.isidentifier():
+      raise types.InputError(
+        "judge.key: expected the name of an environment variable, got what is "
+        "none, and is not shown. Put the key there, and its name here."
+      )
     ordered = -math.inf < self.low < self.high < math.inf
     for holds, name, rule, value in (
       (_fills(self.template), "template", "{answer} in it", self.template),
@@ -143,7 +148,8 @@ async def graded(
     Its score, from 0 to 1.
 
   Raises:
-    types.InputError: address, key or model's name is wrong.
+    types.InputError: address, key or model's name is wrong; a key is never
+      in the message.
     types.RunError: no answer in time, or no score in it.
   """
   return await asyncio.to_thread(_ask, rollout, reference, judge)
@@ -157,7 +163,9 @@ def _ask(rollout: types.Rollout, reference: Any, judge: Judge) -> float:
         f"judge.key: expected the server's key in the environment variable "
         f"{judge.key}, got none. Set it, or leave judge.key out."
       )
-    headers["Authorization"] = f"Bearer {os.environ[judge.key]}"
+    key = os.environ[judge.key]
+    client.check_header(f"judge.key: environment variable {judge.key}", key)
+    headers["Authorization"] = f"Bearer {key}"
   answer = client.post(
     f"{judge.url.rstrip('/')}/chat/completions",
     {

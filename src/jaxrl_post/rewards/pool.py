@@ -23,15 +23,12 @@ import pebble
 from absl import logging
 
 from jaxrl_post import types
-from jaxrl_post.rewards import combine, worker
+from jaxrl_post.rewards import blame, combine, limits, worker
 
 # Beyond the time of an async call, until its worker has said so itself.
 _GRACE_S = 1.0
+_POLICIES = f"'stop', 'mask' or a number {combine.RANGE}"
 _GO_ON = "or set rewards.on_failure=mask to go on without its reward."
-_MEND = (
-  "Mend the function (python -m jaxrl_post.rewards.check FILE:FUNCTION tries "
-  f"it), {_GO_ON}"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +41,18 @@ class Rewards:
     weights: one for each function; empty for all 1. The reward is the sum of
       weight times value; of a function that names its parts, of their sum.
     workers: processes.
-    timeout_s: longest call of one function on one rollout, in seconds.
+    timeout_s: longest call of one function on one rollout, in seconds; more
+      than the function itself waits for a server or a program.
     batch: rollouts sent to a worker at a time; more than 1 for functions that
       take microseconds, where sending is most of the work, for those that are
       `protocol.batched`, and for async ones, whose calls then wait at the same
       time. `timeout_s` is then for the batch. What fails in a batch is asked
       again rollout by rollout, so that failures mean the same.
     on_failure: what a function that raises, takes too long, dies, or returns
-      no finite number does. "stop" ends the run; "mask" leaves the rollout
-      without reward, counted and out of the update; a number is taken in place
-      of what the function gave, and counted. NaN and None are always a missing
-      reward, and `types.InputError` always ends the run.
+      no number from -1e15 to 1e15 does. "stop" ends the run; "mask" leaves the
+      rollout without reward, counted and out of the update; a number is taken
+      in place of what the function gave, and counted. NaN and None are always
+      a missing reward, and `types.InputError` always ends the run.
     retries: how often a function that failed on a rollout is asked again
       before that is its failure.
     memory_mb: how much address space calls may add to what a worker has once
@@ -79,7 +77,7 @@ class Rewards:
     bounded = memory is None or (memory >= 1 and sys.platform == "linux")
     known = policy in ("stop", "mask")
     if not isinstance(policy, str):
-      known = abs(policy) <= combine.LARGEST
+      known = abs(policy) <= combine.LARGEST  # and so no NaN
     rules = (
       (wanted > 0, "functions", "at least one", self.functions),
       (given in {0, wanted}, "weights", f"{wanted} of them", self.weights),
@@ -87,7 +85,7 @@ class Rewards:
       (self.workers >= 1, "workers", ">= 1", self.workers),
       (self.batch >= 1, "batch", ">= 1", self.batch),
       (time_holds, "timeout_s", "> 0 seconds", self.timeout_s),
-      (known, "on_failure", "'stop', 'mask' or a finite number", policy),
+      (known, "on_failure", _POLICIES, policy),
       (self.retries >= 0, "retries", ">= 0", self.retries),
       (bounded, "memory_mb", ">= 1 MiB, on Linux, or None", memory),
     )
@@ -98,6 +96,12 @@ class Rewards:
         )
     for function in self.functions:
       worker.check_portable(function)
+    limits.check(
+      self.functions,
+      combine.names(self.functions),
+      timeout_s=self.timeout_s,
+      batch=self.batch,
+    )
 
 
 def _future() -> concurrent.futures.Future[types.Rollout]:
@@ -152,6 +156,11 @@ class Pool:
     self.worker_bytes = 0
     self._cfg = cfg
     self._names = combine.names(cfg.functions)
+    self._advice = [
+      "Mend the function (python -m jaxrl_post.rewards.check "
+      f"{blame.target(function)} tries it), {_GO_ON}"
+      for function in cfg.functions
+    ]
     self._weights = cfg.weights or (1.0,) * len(cfg.functions)
     self._pending: dict[concurrent.futures.Future, _Pending] = {}
     self._workers: pebble.ProcessPool | None = None
@@ -332,7 +341,7 @@ class Pool:
     if call.cancelled():
       return
     uid = entry.rollout.completion.uid
-    score, error = self._outcome(self._names[index], uid, call)
+    score, error = self._outcome(index, uid, call)
     if error and retries and not isinstance(error, types.InputError):
       self._ask_again(entry, index, retries - 1)
       return
@@ -375,19 +384,20 @@ class Pool:
 
   def _outcome(
     self,
-    name: str,
+    index: int,
     uid: int,
     call: concurrent.futures.Future[combine.Score],
   ) -> tuple[combine.Score, BaseException | None]:
     """Returns a call's score, and what to raise under "stop"."""
-    place, advice = f"reward {name}, rollout {uid}", _MEND
+    place = f"reward {self._names[index]}, rollout {uid}"
+    advice = self._advice[index]
     error = call.exception()
     if error is None:
       score = call.result()
       if not score.fault:
         return score, None
       got = score.fault.removeprefix("reward is ")
-      fault = f"{place}: expected a number {combine.RANGE}, got {got}. {_MEND}"
+      fault = f"{place}: expected a number {combine.RANGE}, got {got}. {advice}"
       return score, types.RunError(fault)
     if isinstance(error, types.InputError):
       error.add_note(f"in {place}")

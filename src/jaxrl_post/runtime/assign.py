@@ -8,7 +8,7 @@ import difflib
 import importlib
 import types as python_types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxrl_post import types
@@ -52,9 +52,10 @@ def replace(
     name = f"{prefix}{head}"
     place = f"--set {name}"
     if head not in names:
+      meant = "" if prefix else _below(node, head, min(rest))
       raise types.InputError(
         f"{place}: {type(node).__name__} has no field {head!r}."
-        f"{near(head, names)} Fields: {', '.join(names)}."
+        f"{meant or near(head, names)} Fields: {', '.join(names)}."
       )
     child, hint = getattr(node, head), typing.get_type_hints(type(node))[head]
     if child is None and () not in rest:
@@ -69,12 +70,31 @@ def replace(
     elif () in rest:
       changes[head] = _parse(rest[()], hint, place)
     else:
-      raise types.InputError(_nothing_below(name, min(rest), hint))
+      raise types.InputError(_nothing_below(name, rest, hint))
   return dataclasses.replace(node, **changes)
 
 
 # Where a user reads how to write what no text can say.
 _FILE = "in the experiment file (docs/running.md, Settings)"
+
+
+def _below(node: Any, head: str, path: tuple[str, ...]) -> str:
+  """Returns a question whether a name was meant that stands below others."""
+  found = [
+    ".".join((name, *path))
+    for name in _names(node)
+    if name.rpartition(".")[2] == head
+  ]
+  return f" Did you mean {' or '.join(found[:3])}?" if found else ""
+
+
+def _names(node: Any, prefix: str = "") -> Iterator[str]:
+  """Yields the dotted name of each setting and group."""
+  for field in dataclasses.fields(node):
+    value, name = getattr(node, field.name), f"{prefix}{field.name}"
+    yield name
+    if is_group(value):
+      yield from _names(value, f"{name}.")
 
 
 def _parts(annotation: Any) -> tuple[Any, ...]:
@@ -140,30 +160,58 @@ def _not_whole(name: str, text: str, child: Any, annotation: Any) -> str:
 def _not_text(name: str, annotation: Any, text: str) -> str:
   """Refuses a text where a part is wanted, or several."""
   kinds = " or ".join(kind.__name__ for kind in _parts(annotation))
-  rule = "nothing" if typing.get_origin(annotation) is tuple else "none"
-  fields = ", ".join(
-    f"{name}.{field.name}"
+  several = typing.get_origin(annotation) is tuple
+  rule = f"nothing, as in --set {name}=, " if several else "none, "
+  made = "; ".join(
+    ", ".join(
+      f"{name}.{field.name}={_written(field.default)}"
+      for field in dataclasses.fields(kind)
+    )
+    + f" ({kind.__name__})"
     for kind in _with_defaults(annotation)
-    for field in dataclasses.fields(kind)
   )
+  also = f", or set one of these, which makes it with the rest: {made}"
   return (
-    f"--set {name}: expected {rule}, or {kinds} {_FILE}, got {text!r}. Write "
-    f"it there{f', or set what is in it: {fields}' if fields else ''}."
+    f"--set {name}: expected {rule}or {kinds} {_FILE}, got {text!r}. Write "
+    f"it there{also if made else ''}."
   )
 
 
-def _nothing_below(name: str, path: tuple[str, ...], annotation: Any) -> str:
+def _written(value: Any) -> str:
+  """Returns a value as --set takes it."""
+  if isinstance(value, tuple):
+    return ",".join(map(_written, value))
+  plain = isinstance(value, bool) or value is None
+  return str(value).lower() if plain else str(value)
+
+
+def _nothing_below(
+  name: str, edits: dict[tuple[str, ...], str], annotation: Any
+) -> str:
   """Refuses an edit below what is a leaf, or a part that is left out."""
+  path = min(edits)
+  own, *deeper = path
   place = f"--set {'.'.join((name, *path))}"
   if not _parts(annotation):
     return (
-      f"{place}: expected no name below {name}, got {path[0]!r}. It has no "
-      "fields."
+      f"{place}: expected no name below {name}, got {own!r}. It has no fields."
     )
-  return (
-    f"{place}: expected a run with {name}, got one without. Write one {_FILE}; "
-    "it has no defaults to begin with."
-  )
+  rule = f"{place}: expected a run with {name}, got one without."
+  for kind in _parts(annotation):
+    fields = {f.name: f.default for f in _fields(kind)}
+    if own not in fields or deeper:
+      continue
+    needs = [x for x, v in fields.items() if v is dataclasses.MISSING]
+    given = {x: "..." for x in needs} | {own: edits[path]}
+    shown = ", ".join(f"{x}={v}" for x, v in given.items())
+    module = kind.__module__.rpartition(".")[2]
+    end = f"{name.rpartition('.')[2]}={module}.{kind.__name__}({shown})"
+    return f"{rule} Write {end} {_FILE}; then --set changes it."
+  return f"{rule} Write one {_FILE}; it has no defaults to begin with."
+
+
+def _fields(kind: Any) -> tuple[dataclasses.Field, ...]:
+  return dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
 
 
 def _parse(text: str, annotation: Any, place: str) -> Any:

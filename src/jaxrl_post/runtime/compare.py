@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_post import types
 from jaxrl_post.runtime import folder as folder_lib
-from jaxrl_post.runtime import history, steps
+from jaxrl_post.runtime import history, log, steps
 
 RATE_MARGIN, RATE_CLEAR = 0.05, 0.2  # parts of the throughput of A
 REWARD_MARGIN, REWARD_CLEAR = 0.1, 0.5  # standard deviations of a reward
@@ -210,8 +210,10 @@ def text(folders: Sequence[str | os.PathLike[str]]) -> str:
     on each but the first with its reasons, and what to know of them.
 
   Raises:
-    InputError: a folder is no run, or cannot be compared with the first.
+    InputError: a folder is no run, is named twice, or cannot be compared with
+      the first.
   """
+  history.check_distinct(folders)
   runs = [history.read(folder) for folder in folders]
   check(runs)
   letters = [chr(ord("A") + at) for at in range(len(runs))]
@@ -228,7 +230,7 @@ def text(folders: Sequence[str | os.PathLike[str]]) -> str:
     found = verdict(runs[0], run)
     lines += ["", f"{letter} against A: {found.name}"]
     lines += [f"  {reason}" for reason in found.reasons]
-  return "\n".join([*lines, "", *_notes(runs, letters)])
+  return log.visible("\n".join([*lines, "", *_notes(runs, letters)]))
 
 
 def _line(label: str, cells: Iterable[str]) -> str:

@@ -78,6 +78,23 @@ def read(folder: str | os.PathLike[str]) -> Run:
   return run
 
 
+def check_distinct(folders: Sequence[str | os.PathLike[str]]) -> None:
+  """Refuses a folder that is named twice, in whatever way.
+
+  Raises:
+    InputError: naming it.
+  """
+  seen: dict[pathlib.Path, str | os.PathLike[str]] = {}
+  for folder in folders:
+    path = pathlib.Path(folder).resolve()
+    if path in seen:
+      raise types.InputError(
+        f"{folder}: expected folders of different runs, got that of "
+        f"{seen[path]} once more. Name each run once."
+      )
+    seen[path] = folder
+
+
 def _text(path: pathlib.Path, name: str) -> str:
   if not path.is_dir():
     raise types.InputError(

@@ -108,6 +108,18 @@ class Log:
       )
 
 
+def visible(text: str) -> str:
+  """Writes out what has no picture, and could steer whoever shows the text.
+
+  Returns:
+    The text with escapes, as Python's, in place of control characters, marks
+    that turn the direction of writing, and the like; line breaks stay.
+  """
+  return "".join(
+    c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text
+  )
+
+
 def _lines(path: pathlib.Path) -> list[str]:
   # Not splitlines: it also cuts at form feeds and the like.
   with path.open(encoding="utf-8", newline="\n") as file:
@@ -177,9 +189,8 @@ def _body(text: str) -> list[str]:
 
 
 def _wrap(indent: str, text: str) -> list[str]:
-  shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
   lines = textwrap.wrap(
-    shown,
+    visible(text),
     _WIDTH,
     initial_indent=indent,
     subsequent_indent="    ",

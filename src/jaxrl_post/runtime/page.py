@@ -20,6 +20,7 @@ from jaxrl_post.runtime import (
   folder,
   history,
   levers,
+  log,
   metrics,
   samples,
 )
@@ -67,7 +68,16 @@ class Panel:
 
 
 def html(run: history.Run, diagnosis: diagnose.Diagnosis) -> str:
-  """Returns the page of a run, with its diagnosis."""
+  """Returns the page of a run, with its diagnosis.
+
+  Args:
+    run: what its folder says.
+    diagnosis: of it.
+
+  Returns:
+    A whole page, whose only control characters are line breaks; others that
+    the folder holds, and what turns the direction of writing, are escapes.
+  """
   source = importlib.resources.files("jaxrl_post.runtime")
   environment = jinja2.Environment(
     autoescape=True,
@@ -82,7 +92,7 @@ def html(run: history.Run, diagnosis: diagnose.Diagnosis) -> str:
   rows, config = run.rows, run.config
   whole = windows.over(rows, np.ones(len(rows), bool))
   timeline = samples.typical(run.path, rows, window.where)
-  return template.render(
+  text = template.render(
     title=f"Run {run.path.resolve().name}",
     about=about(rows, config, window),
     diagnosis=diagnosis,
@@ -108,6 +118,7 @@ def html(run: history.Run, diagnosis: diagnose.Diagnosis) -> str:
     samples=samples.rollouts(run.path),
     settings=_settings(config),
   )
+  return log.visible(text)  # No escape is HTML, so it may come last.
 
 
 def regime(diagnosis: diagnose.Diagnosis) -> str:

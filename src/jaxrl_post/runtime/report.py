@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 
 from jaxrl_post import types
-from jaxrl_post.runtime import diagnose, folder, history, page
+from jaxrl_post.runtime import diagnose, folder, history, log, page
 
 FILE = "report.html"
 LINES, COLUMNS = 30, 80
@@ -25,9 +25,10 @@ def report(folders: Sequence[pathlib.Path]) -> str:
     The diagnosis for a terminal: at most 30 lines of 80 columns.
 
   Raises:
-    InputError: a folder has no run, or one without a trained step; or the
-      page cannot be written.
+    InputError: a folder has no run, or one without a trained step, or is
+      named twice; or the page cannot be written.
   """
+  history.check_distinct(folders)
   run, *others = [history.read(path) for path in folders]
   earlier = (others[0].rows, others[0].config) if others else None
   found = diagnose.diagnose(run.rows, run.config, earlier)
@@ -50,7 +51,7 @@ def summary(
 
   Returns:
     At most `LINES` lines of at most `COLUMNS` columns; but a long path is not
-    cut.
+    cut. Control characters are written out.
   """
   rows, window = run.rows, found.window
   lines = _wrap(page.about(rows, run.config, window))
@@ -75,7 +76,7 @@ def summary(
   for name, value, more in page.tiles(rows, window):
     lines.append(f"{name:<26}{value}, {more}"[:COLUMNS])
   lines.append(f"page: {target}")
-  return "\n".join(lines)
+  return log.visible("\n".join(lines))
 
 
 def _item(name: str, text: str, most: int = 2) -> list[str]:
