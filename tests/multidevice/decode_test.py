@@ -1,5 +1,6 @@
 """A decode step over several devices: what travels between them."""
 
+import functools
 import math
 import re
 
@@ -20,7 +21,8 @@ _CONFIG = transformer.Config(
   num_kv_heads=2,
   head_width=16,
   ff_width=128,
-  vocab_size=128,
+  # As those of real models, several times a power of two, and odd beyond it.
+  vocab_size=8 * 19,
 )
 # Kind, dims and origin; what only rows with a bias or a top-k take is left out.
 _COLLECTIVE = re.compile(
@@ -30,6 +32,7 @@ _COLLECTIVE = re.compile(
 )
 
 
+@functools.cache
 def _compiled(axes):
   mesh = meshes.build(axes, jax.devices()[: axes.data * axes.tensor])
   spec = transformer.spec(_CONFIG)
@@ -55,12 +58,12 @@ def _compiled(axes):
   )
 
 
-def _sizes(text):
+def _sizes(text, branches=False):
   """Lists what travels: the kind of each collective and its elements."""
   return [
     (kind, math.prod(int(n) for n in dims.split(",") if n))
     for dims, kind, origin in _COLLECTIVE.findall(text)
-    if "cond/branch" not in origin
+    if branches or "cond/branch" not in origin
   ]
 
 
@@ -78,3 +81,11 @@ def test_rows_of_a_part_need_no_other_part():
   travels = _sizes(_compiled(meshes.GenerationAxes(data=4, tensor=1)))
   # Whether any row goes on, and the longest prompt: numbers, not arrays.
   assert max(size for _, size in travels) <= 4
+
+
+def test_no_logits_are_gathered_where_the_vocabulary_is_split():
+  text = _compiled(meshes.GenerationAxes(data=2, tensor=2))
+  rows_of_a_part, blocks = 8, 8
+  gathered = [n for kind, n in _sizes(text, True) if kind == "all-gather"]
+  # Of the sums of each block, and not of what is in them.
+  assert gathered and max(gathered) <= rows_of_a_part * blocks

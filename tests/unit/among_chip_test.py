@@ -46,7 +46,9 @@ def _of(shape, dtype, sharding=None):
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(
+  "chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+)
 @pytest.mark.parametrize(
   ("length", "heads", "kv_heads", "width", "dtype"),
   [
@@ -130,16 +132,12 @@ def _update(chip, remat):
     park=False,
     lock=contextlib.nullcontext(),
   )
-  lie, whole = (
-    meshes.token_sharding(mesh),
-    jax.sharding.NamedSharding(mesh, jax.P()),
-  )
   batch = jax.tree.map(
-    lambda x: _of(x.shape, x.dtype, lie if x.ndim == 2 else whole),
+    lambda x: _of(x.shape, x.dtype),
     pack.pack([], pack.Layout(rows=4, length=512)),
   )
   with jax.numpy_dtype_promotion("standard"):
-    return jax.jit(trainer.update).lower(trainer.abstract, batch).compile()
+    return trainer.lower(batch)["update"]().compile()
 
 
 @pytest.mark.parametrize(

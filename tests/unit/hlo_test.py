@@ -76,6 +76,44 @@ def test_loops_count_as_often_as_they_run():
   assert five.bytes == 15 * (3 * part + 2 * whole + 4) + ends
 
 
+@pytest.mark.parametrize(
+  ("first", "last", "step", "turns"),
+  [(0, 6, 1, 6), (3, 16, 2, 7), (0, 16, 4, 4), (5, 6, 8, 1)],
+)
+def test_a_loop_that_goes_in_steps_runs_that_much_less(
+  first, last, step, turns
+):
+  text = f"""HloModule jit_f, is_scheduled=true
+
+%below (s: STATE) -> pred[] {{
+  %s = STATE parameter(0)
+  %end = u32[] constant({last})
+  %at = u32[] get-tuple-element(%s), index=1
+  ROOT %more = pred[] compare(%at, %end), direction=LT
+}}
+
+%body (t: STATE) -> STATE {{
+  %t = STATE parameter(0)
+  %x = f32[8,256]{{1,0}} get-tuple-element(%t), index=0
+  %i = u32[] get-tuple-element(%t), index=1
+  %by = u32[] constant({step})
+  %y = f32[8,256]{{1,0}} collective-permute(%x), source_target_pairs={{{{0,1}}}}
+  %next = u32[] add(%i, %by)
+  ROOT %both = STATE tuple(%y, %next)
+}}
+
+ENTRY %main (q: f32[8,256]) -> STATE {{
+  %q = f32[8,256]{{1,0}} parameter(0)
+  %from = u32[] constant({first})
+  %start = STATE tuple(%q, %from)
+  ROOT %out = STATE while(%start), condition=%below, body=%body
+}}
+""".replace("STATE", "(f32[8,256]{1,0}, u32[])")
+  assert hlo.cost(text, {"x": 2}).collectives == {
+    ("collective-permute", "x"): (turns, turns * 8 * 256 * 4 / 2)
+  }
+
+
 def test_collectives_are_named_by_the_axes_that_talk():
   found = hlo.cost(TEXT, MESH, (5,)).collectives
   gathered = 256 * 64 * 4 * 3 / 4
@@ -83,6 +121,29 @@ def test_collectives_are_named_by_the_axes_that_talk():
     ("all-gather", "fsdp"): (15, 15 * gathered),
     ("all-reduce", "fsdp x tensor"): (1, 8 * 256 * 4 * 2 * 7 / 8),
   }
+
+
+@pytest.mark.parametrize(
+  ("kept", "kind", "times"),
+  [("f32[8,64]", "reduce-scatter", 1), ("f32[8,256]", "all-reduce", 2)],
+)
+def test_a_sum_of_which_each_keeps_a_part_is_scattered(kept, kind, times):
+  text = f"""HloModule jit_f, is_scheduled=true
+
+%all-reduce-scatter (p: f32[8,256]) -> {kept} {{
+  %p = f32[8,256]{{1,0}} parameter(0)
+  %all = f32[8,256]{{1,0}} all-reduce(%p), replica_groups=[2,4]<=[4,2]T(1,0)
+  %at = s32[] constant(0)
+  ROOT %part = {kept}{{1,0}} dynamic-slice(%all, %at, %at)
+}}
+
+ENTRY %main (q: f32[8,256]) -> {kept} {{
+  %q = f32[8,256]{{1,0}} parameter(0)
+  ROOT %f = {kept}{{1,0}} fusion(%q), kind=kCustom, calls=%all-reduce-scatter
+}}
+"""
+  sent = times * 8 * 256 * 4 * 3 / 4
+  assert hlo.cost(text, MESH).collectives == {(kind, "fsdp"): (1, sent)}
 
 
 @pytest.mark.parametrize(

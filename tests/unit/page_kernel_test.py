@@ -236,7 +236,9 @@ def _moved(text, elements):
   return found
 
 
-@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(
+  "chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+)
 @pytest.mark.parametrize(
   ("shape", "dtype"),
   [

@@ -106,7 +106,7 @@ def cost(text: str, mesh: Mapping[str, int], trips: Sequence[int] = ()) -> Cost:
     lines = bodies[name]
     for line in lines.values():
       flops += often * _flops(line, lines)
-      exchange = traffic.collective(line.text, count)
+      exchange = _exchange(line, lines, count, name in fused)
       if exchange is not None:
         key = (exchange.kind, axes(exchange.talk, mesh))
         before = sums[key]
@@ -117,6 +117,24 @@ def cost(text: str, mesh: Mapping[str, int], trips: Sequence[int] = ()) -> Cost:
         found = _CYCLES.search(line.rest)
         cycles += often * int(found[1]) if found else 0
   return Cost(flops, moved, cycles, dict(sums))
+
+
+def _exchange(
+  line: _Line, lines: Mapping[str, _Line], count: int, is_fused: bool
+) -> traffic.Collective | None:
+  """As `traffic.collective`, and knows a sum of which each keeps a part.
+
+  TPUs' compiler writes it as a fusion of a sum for all and a slice; what is
+  sent is what a reduce-scatter sends, half of an all-reduce.
+  """
+  found = traffic.collective(line.text, count)
+  if found is None or found.kind != "all-reduce" or not is_fused:
+    return found
+  root = next(one for one in lines.values() if one.is_root)
+  if _whole(root.shape) >= _whole(line.shape):
+    return found
+  half = found.received // 2
+  return found._replace(kind="reduce-scatter", received=half)
 
 
 def axes(talk: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
@@ -229,7 +247,23 @@ def _count(
     _constant(around[start.operands[place]], around),
     _constant(end, test),
   )
-  return None if first is None or last is None else last - first
+  if first is None or last is None:
+    return None
+  return -(-(last - first) // _step(called.get("body", ""), place, bodies))
+
+
+def _step(body: str, place: int, bodies: _Bodies) -> int:
+  """Returns by how much a turn of a loop raises its number; 1 if unwritten."""
+  lines = bodies.get(body.lstrip("%"), {})
+  root = next((one for one in lines.values() if one.is_root), None)
+  if root is None or root.opcode != "tuple":
+    return 1
+  raised = lines.get(root.operands[place])
+  if raised is None or raised.opcode != "add":
+    return 1
+  terms = [lines[name] for name in raised.operands if name in lines]
+  found = [n for one in terms if (n := _constant(one, lines)) is not None]
+  return found[0] if found and found[0] > 0 else 1
 
 
 def _constant(line: _Line, lines: Mapping[str, _Line]) -> int | None:

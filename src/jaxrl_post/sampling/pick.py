@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxrl_post import types
 
@@ -254,9 +254,7 @@ def allowed(
   least = (bits == floor[:, None]) & has_weight
   least = jax.lax.cond(
     jnp.any(jnp.sum(least, axis=-1, dtype=jnp.int32) > room),
-    lambda: (
-      least & (jnp.cumsum(least, axis=-1, dtype=jnp.int32) <= room[:, None])
-    ),
+    lambda: least & (_rank(least) <= room[:, None]),
     lambda: least,
   )
   keep = (bits > floor[:, None]) & has_weight
@@ -286,18 +284,18 @@ def _changed(
   plain: Int[Array, " B"],
 ) -> Int[Array, " B"]:
   """Draws the tokens of rows that bias, mask or truncate."""
-  rows, vocab = logits.shape
-  row = jnp.arange(rows)[:, None]
-  free = logits
+  vocab, free = logits.shape[-1], logits
   # The padding is moved behind the vocabulary, where a write is dropped: a
   # negative index would count from the end.
   if controls.bias_ids.shape[-1]:
     ids = jnp.where(controls.bias_ids < 0, vocab, controls.bias_ids)
-    logits = logits.at[row, ids].add(controls.bias, mode="drop")
+    add = jax.vmap(lambda x, at, by: x.at[at].add(by, mode="drop"))
+    logits = add(logits, ids, controls.bias)
   if controls.stop_ids.shape[-1]:
     use = masked[:, None] & (controls.stop_ids >= 0)
     ids = jnp.where(use, controls.stop_ids, vocab)
-    logits = logits.at[row, ids].set(-jnp.inf, mode="drop")
+    mask = jax.vmap(lambda x, at: x.at[at].set(-jnp.inf, mode="drop"))
+    logits = mask(logits, ids)
 
   peak = jnp.max(logits, axis=-1)
   hot, scale = _scale(controls)
@@ -342,16 +340,26 @@ def _truncates(controls: Controls) -> Bool[Array, " B"]:
   return cut | (controls.min_p > 0)
 
 
-def _blocked(x: Float[Array, "B V"], fill: float) -> Float[Array, "B N W"]:
+def _rank(found: Bool[Array, "B V"]) -> Int[Array, "B V"]:
+  """Counts what is true in each row, up to each place."""
+  inside = jnp.cumsum(_blocked(found.astype(jnp.int32), 0), axis=-1)
+  totals = inside[..., -1]
+  before = jnp.cumsum(totals, axis=-1) - totals
+  rank = inside + before[..., None]
+  return rank.reshape(len(found), -1)[:, : found.shape[-1]]
+
+
+def _blocked(x: Num[Array, "B V"], fill: float) -> Num[Array, "B N W"]:
   """Cuts the vocabulary into blocks of about its square root.
 
-  A power of two where the vocabulary has one as a divisor, since filling up
-  the last block copies all of them.
+  Their number is a power of two where the vocabulary has one as a divisor:
+  filling up the last block copies all of them, and where a mesh splits the
+  vocabulary, each part has whole blocks, and no logits are gathered.
   """
   rows, vocab = x.shape
   width = math.isqrt(vocab - 1) + 1
   even = math.gcd(vocab, 1 << (width - 1).bit_length())
-  width = even if 4 * even >= width else width
+  width = vocab // even if 16 * even >= width else width
   x = jnp.pad(x, ((0, 0), (0, -vocab % width)), constant_values=fill)
   return x.reshape(rows, -1, width)
 
