@@ -5,10 +5,10 @@ import dataclasses
 import math
 import pathlib
 
-from jaxrl_post import config, generation, loop, prepare, types
+from jaxrl_post import config, generation, loop, prepare, scorer, types
 from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.envs import stream
-from jaxrl_post.rewards import pool
+from jaxrl_post.placement import programs
 from jaxrl_post.runtime import checkpoint, dump, metrics, progress
 from jaxrl_post.runtime import clock as clocks
 from jaxrl_post.runtime import hosts as hosts_lib
@@ -74,7 +74,9 @@ def run(
     samplers = generation.samplers(cfg, parts, place, hosts)
     stack.callback(samplers.close)
     samplers.warm_up(policy)
-    rollouts = _stream(cfg, parts, saved, samplers, hosts=hosts, stack=stack)
+    rollouts = _stream(
+      cfg, parts, saved, samplers, place=place, hosts=hosts, stack=stack
+    )
     rollouts.publish(policy)
     about = {**prepare.about(cfg, parts), "policy_version": policy.version}
     shown = progress.Progress(cfg.num_steps)
@@ -105,13 +107,14 @@ def _stream(
   saved: checkpoint.Restored | None,
   samplers: generation.Samplers,
   *,
+  place: programs.Programs,
   hosts: hosts_lib.Hosts,
   stack: contextlib.ExitStack,
 ) -> stream.Stream:
   """Opens the stream, and all it needs; `stack` closes them."""
   clock = clocks.Clock(("generation", "training"))
   stack.callback(clock.close)
-  rewards = stack.enter_context(pool.Pool(cfg.rewards))
+  rewards = stack.enter_context(scorer.opened(cfg, parts, place, clock))
   # Groups that were under way are sampled from their start, by this policy.
   replayed = saved is not None and not saved.files  # It drew no prompts.
   made = None if replayed else generation.cut(parts, saved)

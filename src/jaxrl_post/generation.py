@@ -20,7 +20,7 @@ from jaxrl_post.envs import cut as cuts
 from jaxrl_post.envs import ledger as ledgers
 from jaxrl_post.envs import stream as streams
 from jaxrl_post.placement import generator, programs
-from jaxrl_post.rewards import pool
+from jaxrl_post.rewards import protocol
 from jaxrl_post.runtime import checkpoint
 from jaxrl_post.runtime import clock as clocks
 from jaxrl_post.runtime import hosts as hosts_lib
@@ -230,7 +230,7 @@ def stream(
   sampling: Samplers,
   ledger: ledgers.Ledger,
   *,
-  rewards: pool.Pool,
+  rewards: protocol.Scorer,
   clock: clocks.Clock,
   stopping: Callable[[], bool],
   frontier: frontiers.Frontier = _NOTHING,
@@ -313,7 +313,7 @@ def tester(
   parts: prepare.Parts,
   samplers: Samplers,
   *,
-  rewards: pool.Pool | None,
+  rewards: protocol.Scorer | None,
   clock: clocks.Clock,
   hosts: hosts_lib.Hosts,
 ) -> Callable[[types.Policy, int], dict[str, float]]:

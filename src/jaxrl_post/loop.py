@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import jax
 
-from jaxrl_post import config, generation, prepare, record, roles, types
+from jaxrl_post import config, generation, prepare, record, roles, scorer, types
 from jaxrl_post.algos import sft
 from jaxrl_post.data import pack
 from jaxrl_post.envs import cut as cuts
@@ -23,7 +23,7 @@ from jaxrl_post.envs import stream as streams
 from jaxrl_post.models import decoder
 from jaxrl_post.placement import programs, reference
 from jaxrl_post.placement import trainer as trainers
-from jaxrl_post.rewards import pool
+from jaxrl_post.rewards import protocol
 from jaxrl_post.runtime import checkpoint, writers
 from jaxrl_post.runtime import clock as clocks
 from jaxrl_post.runtime import hosts as hosts_lib
@@ -142,7 +142,7 @@ class Tools:
   """
 
   clock: clocks.Clock
-  rewards: pool.Pool | None
+  rewards: protocol.Scorer | None
   samplers: generation.Samplers
   store: checkpoint.Store
   notes: record.Recorder | record.Silent
@@ -254,7 +254,8 @@ def open_tools(
   rewards, notes = None, record.Silent()
   if hosts.is_head:
     if cfg.replay is None:
-      rewards = stack.enter_context(pool.Pool(cfg.rewards))
+      scores = scorer.opened(cfg, parts, place, clock)
+      rewards = stack.enter_context(scores)
     notes = record.Recorder(
       cfg,
       folder,
@@ -445,7 +446,7 @@ def test_newest(
     stack.callback(clock.close)
     rewards = None
     if hosts.is_head:
-      rewards = stack.enter_context(pool.Pool(cfg.rewards))
+      rewards = stack.enter_context(scorer.opened(cfg, parts, place, clock))
     samplers = generation.samplers(cfg, parts, place, hosts)
     stack.callback(samplers.close)
     test = generation.tester(

@@ -18,7 +18,7 @@ from jaxrl_post.data import tokenizer as tokenizers
 from jaxrl_post.envs import events, multi_turn, work
 from jaxrl_post.envs import ledger as ledgers
 from jaxrl_post.models import decoder, network, quantize, weights
-from jaxrl_post.placement import mesh, programs
+from jaxrl_post.placement import mesh, programs, reward_model
 from jaxrl_post.placement import network as own
 from jaxrl_post.placement import reference as references
 from jaxrl_post.runtime import dump
@@ -33,6 +33,7 @@ class Parts:
   Attributes:
     decoder: the model, its shape read from the checkpoint or the experiment.
     reference: likewise of the reference; None: the policy's first weights.
+    judge: a reward model; None for none.
     data: tokenizer and prompts.
     env: how training prompts are asked.
     eval_env: how held-out prompts are asked.
@@ -43,6 +44,7 @@ class Parts:
   env: work.Env
   eval_env: work.Env
   reference: references.Source | None = None
+  judge: reward_model.Source | None = None
 
 
 def model(cfg: config.Run) -> decoder.Decoder:
@@ -126,6 +128,12 @@ def prepare(cfg: config.Run) -> Parts:
     env=ask(cfg.group_size, sampling),
     eval_env=ask(cfg.evaluation.number, greedy),
     reference=reference(cfg, shape),
+    judge=reward_model.read(
+      cfg.rewards.model,
+      cfg.placement,
+      [asked.items[0] for asked in (data.train, *data.held_out.values())],
+      talks=cfg.env is not None,
+    ),
   )
   if cfg.reference is not None and cfg.reference.path is not None:
     _check_same_ids(cfg.reference.path, data.tokenizer)
@@ -488,6 +496,9 @@ def plan(
     )
   shares, made = fit(
     cfg, parts.decoder.config, num_devices, processes, engines=engines
+  )
+  reward_model.check(
+    cfg.rewards.model, cfg.placement, shares, processes=processes
   )
   if len(parts.data.train) < cfg.groups_per_step:
     raise types.InputError(

@@ -252,12 +252,15 @@ class Prompt:
   """One draw from the data: the `uid`-th prompt of the run.
 
   Two draws of the same item have different uids, and so are different groups.
+  `messages` are what is asked before any template: plain text is a user's. One
+  that a dump brings back has none.
   """
 
   uid: int
   tokens: tuple[int, ...]
   text: str
   reference: Any
+  messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @host_record

@@ -14,7 +14,7 @@ LEVELS = (
   ("placement",),
   ("config", "standalone"),
   ("prepare", "record"),
-  ("export", "roles"),
+  ("export", "roles", "scorer"),
   ("generation",),
   ("loop",),
   ("collect", "serve", "planning", "show"),

@@ -31,6 +31,12 @@ CHATS = ("What is 2 + 3?", "Name three fruits.")
 NEW_TOKENS = 16
 # Columns of the logits that are stored at every position.
 COLUMNS = tuple(range(0, 49152, 701))
+# Of what classifiers read, in tokens; and which they are.
+LENGTHS = (1, 2, 17, 40, 33, 48)
+CLASSIFIERS = {
+  **{family: (family, {}) for family in ("llama", "qwen2", "qwen3")},
+  "without_padding": ("llama", {"pad_token_id": None}),
+}
 
 
 def families() -> None:
@@ -72,6 +78,33 @@ def mixtures() -> None:
       ]
     )
   np.savez_compressed(VALUES / "mixtures.npz", **out)
+
+
+def classifiers() -> None:
+  """Stores scores of tiny random classifiers, alone and padded on one side."""
+  draw = np.random.RandomState(9)
+  rows = draw.randint(3, tiny_folder.VOCAB, (len(LENGTHS), max(LENGTHS)))
+  rows[-1, LENGTHS[-1] - 2 :] = 0  # It ends as padding does.
+  out = {"tokens": rows.astype(np.int32), "lengths": np.asarray(LENGTHS)}
+  for kind, (family, options) in CLASSIFIERS.items():
+    with tempfile.TemporaryDirectory() as name:
+      options = tiny_folder.classifier(family, **options)
+      tiny_folder.write(pathlib.Path(name), family, **options)
+      model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        name, dtype=torch.float32
+      )
+    mask = np.arange(rows.shape[1]) < np.asarray(LENGTHS)[:, None]
+    padded = torch.tensor(np.where(mask, rows, 0))
+    with torch.no_grad():
+      alone = [
+        model(torch.tensor(row[None, :n])).logits[0, 0].item()
+        for row, n in zip(rows, LENGTHS, strict=True)
+      ]
+      if options["pad_token_id"] is not None:
+        together = model(padded, attention_mask=torch.tensor(mask)).logits
+        np.testing.assert_allclose(together[:, 0], alone, atol=1e-5)
+    out[kind] = np.asarray(alone, np.float32)
+  np.savez_compressed(VALUES / "classifiers.npz", **out)
 
 
 def _greedy(model, ids: list[int], stop: int) -> list[int]:
@@ -122,4 +155,5 @@ if __name__ == "__main__":
   VALUES.mkdir(exist_ok=True)
   families()
   mixtures()
+  classifiers()
   smollm2(pathlib.Path(sys.argv[1]))

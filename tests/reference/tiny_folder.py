@@ -125,6 +125,15 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
+def classifier(family: str, **options: Any) -> dict[str, Any]:
+  """Returns the options of `write` for a classifier with one label."""
+  name = FAMILIES[family]["architectures"][0].replace(
+    "ForCausalLM", "ForSequenceClassification"
+  )
+  own = {"architectures": [name], "id2label": {"0": "LABEL_0"}}
+  return {**own, "pad_token_id": 0, **options}
+
+
 def shapes(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
   """Returns the shape of every tensor of a checkpoint, by name."""
   width, ff = hf["hidden_size"], hf["intermediate_size"]
@@ -134,7 +143,9 @@ def shapes(hf: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     "model.embed_tokens.weight": (hf["vocab_size"], width),
     "model.norm.weight": (width,),
   }
-  if not hf["tie_word_embeddings"]:
+  if hf["architectures"][0].endswith("ForSequenceClassification"):
+    out["score.weight"] = (len(hf["id2label"]), width)
+  elif not hf["tie_word_embeddings"]:
     out["lm_head.weight"] = (hf["vocab_size"], width)
   for i in range(hf["num_hidden_layers"]):
     at = f"model.layers.{i}."

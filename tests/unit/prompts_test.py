@@ -174,13 +174,14 @@ def test_an_option_that_the_gym_refuses_is_told(option):
 # ------------------------------------------------------------------- prompts
 
 
-def test_a_prompt_holds_its_uid_ids_text_and_reference():
+def test_a_prompt_holds_its_uid_ids_text_reference_and_messages():
   loaded = load(shuffle=False)
   assert loaded[3] == types.Prompt(
     uid=3,
     tokens=tuple(ord(letter) for letter in "item 3"),
     text="item 3",
     reference=3,
+    messages=({"role": "user", "content": "item 3"},),
   )
 
 
@@ -261,6 +262,8 @@ def test_a_system_message_goes_before_text_and_messages():
 
   loaded = load(sources.Generated(make=make, size=2), system="s", shuffle=False)
   assert [p.text for p in loaded] == ["[system]s[user]q"] * 2
+  said = [[m["content"] for m in p.messages] for p in loaded]
+  assert said == [["s", "q"]] * 2
 
 
 def test_a_second_system_message_is_refused():

@@ -4,6 +4,7 @@ A prompt's identity is its draw (`uid`), not its text or its place in the data:
 the same item drawn twice is two prompts.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -62,10 +63,7 @@ class Prompts:
     Raises:
       IndexError: outside [0, len).
     """
-    item = self.items[self.place(uid)]
-    return types.Prompt(
-      uid=uid, tokens=item.tokens, text=item.text, reference=item.reference
-    )
+    return dataclasses.replace(self.items[self.place(uid)], uid=uid)
 
   def place(self, uid: int) -> int:
     """Returns the place in `items` of the uid-th draw.
@@ -184,8 +182,14 @@ def _encode(
       f"data: expected a prompt with tokens, got none in example {index} "
       f"({prompt!r}). Remove the example."
     )
+  if isinstance(prompt, str):
+    prompt = ({"role": "user", "content": prompt},)
   return types.Prompt(
-    uid=index, tokens=tuple(ids), text=text, reference=example.reference
+    uid=index,
+    tokens=tuple(ids),
+    text=text,
+    reference=example.reference,
+    messages=tuple(prompt),
   )
 
 

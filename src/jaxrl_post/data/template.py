@@ -206,6 +206,25 @@ def messages_to_text(
   return render(source, _variables(messages, names, tools))[0]
 
 
+def whole(
+  source: str, messages: Sequence[Message], *, names: Mapping[str, str]
+) -> str:
+  """Renders a conversation that has ended: no next answer begins.
+
+  Args:
+    source: Jinja.
+    messages: the conversation, its last answer included.
+    names: special tokens by the names that templates use.
+
+  Raises:
+    InputError: as `messages_to_text`.
+  """
+  _check(messages, "conversation")
+  variables = _variables(messages, names, ())
+  variables["add_generation_prompt"] = False
+  return render(source, variables, place="conversation")[0]
+
+
 def next_turn(
   source: str,
   messages: Sequence[Message],

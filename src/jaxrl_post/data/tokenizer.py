@@ -146,6 +146,30 @@ class Tokenizer:
       )
     return ids, text
 
+  def conversation_ids(
+    self, messages: Sequence[templates.Message]
+  ) -> tuple[int, ...]:
+    """Turns a conversation that has ended into ids, for a model that judges it.
+
+    Args:
+      messages: with `role` and `content`, the last answer included. Text in
+        them that reads as a special token becomes one.
+
+    Returns:
+      The ids of the chat template's text, without the beginning of another
+      answer; where texts begin with a token, exactly one at the front.
+
+    Raises:
+      InputError: the template refuses, or there is none.
+    """
+    if self.template is None:
+      raise types.InputError(
+        "conversation: expected a tokenizer with a chat template, got none. "
+        "Put chat_template.jinja into its folder."
+      )
+    text = templates.whole(self.template, messages, names=self.names)
+    return self.prompt_ids(text)[0]
+
   def continuation(
     self,
     messages: Sequence[templates.Message],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from jaxrl_post import types
 from jaxrl_post.envs import pass_at_k, work
-from jaxrl_post.rewards import pool as pools
+from jaxrl_post.rewards import protocol
 
 _GLANCE_S = 0.5
 
@@ -70,7 +70,7 @@ def evaluate(
   *,
   env: work.Env,
   generate: Callable[[Sequence[types.Request]], list[types.Completion]],
-  rewards: pools.Pool,
+  rewards: protocol.Scorer,
   timeout_s: float,
   samples: pass_at_k.Samples | None = None,
   stopping: Callable[[], bool] = lambda: False,

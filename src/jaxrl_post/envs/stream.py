@@ -22,7 +22,7 @@ from jaxrl_post.data import prompts as prompt_sets
 from jaxrl_post.envs import cut as cuts
 from jaxrl_post.envs import events, schedule, work
 from jaxrl_post.envs import ledger as ledgers
-from jaxrl_post.rewards import pool as pools
+from jaxrl_post.rewards import protocol
 from jaxrl_post.runtime import clock as clocks
 
 # Why generation waits for the trainer.
@@ -49,7 +49,7 @@ class Stream:
     engine: work.Engine,
     prompts: prompt_sets.Prompts,
     frontier: frontiers.Frontier,
-    rewards: pools.Pool,
+    rewards: protocol.Scorer,
     clock: clocks.Clock,
     verify: Callable[[types.Policy], None],
     plan: schedule.Schedule | None = None,

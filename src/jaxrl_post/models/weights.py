@@ -9,7 +9,7 @@ import importlib.util
 import math
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -84,7 +84,15 @@ def hf_config(cfg: transformer.Config) -> dict[str, Any]:
   )
 
 
-def _config(hf: Mapping[str, Any]) -> transformer.Config:
+def from_fields(hf: Mapping[str, Any]) -> transformer.Config:
+  """Reads a shape from the fields of config.json.
+
+  Args:
+    hf: the fields; without `architectures` the model may be of any task.
+
+  Raises:
+    InputError: naming a field that is missing, wrong or not supported.
+  """
   kind = hf.get("model_type")
   family = _FAMILIES.get(kind) if isinstance(kind, str) else None
   if family is None:
@@ -129,7 +137,7 @@ def read_config(path: str) -> transformer.Config:
   else:
     hf = safetensors_io.read_json(place / "config.json")
   try:
-    return _config(hf)
+    return from_fields(hf)
   except types.InputError as error:
     raise types.InputError(f"{path}: {error}") from error
 
@@ -176,6 +184,7 @@ def _check(
   cfg: transformer.Config,
   table: Mapping[str, hf_format.Tensor],
   entries: Mapping[str, hf_format.Entry],
+  besides: Collection[str],
 ) -> None:
   for name, tensor in table.items():
     if name not in entries:
@@ -191,6 +200,7 @@ def _check(
         f"{entries[name].shape}. Config and weights are of two models."
       )
   spare = {"lm_head.weight"} if cfg.tie_embeddings else set()
+  spare |= set(besides)
   for name in entries.keys() - table.keys() - spare:
     if not _DERIVED.fullmatch(name):
       raise types.InputError(
@@ -268,17 +278,20 @@ def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
   return tuple((start, stop) for start, stop, _ in ranges)
 
 
-def check(path: str, cfg: transformer.Config) -> None:
+def check(
+  path: str, cfg: transformer.Config, *, besides: Collection[str] = ()
+) -> None:
   """Refuses a checkpoint without the tensors of a model. Reads no tensor.
 
   Args:
     path: as for `read_params`.
     cfg: its shape.
+    besides: as for `read_params`.
 
   Raises:
     InputError: as `read_params`.
   """
-  _check(path, cfg, hf_format.tensors(cfg), _entries(path))
+  _check(path, cfg, hf_format.tensors(cfg), _entries(path), besides)
 
 
 def read_params(
@@ -286,6 +299,8 @@ def read_params(
   cfg: transformer.Config,
   shardings: types.Tree = None,
   dtype: str = "float32",
+  *,
+  besides: Collection[str] = (),
 ) -> types.Tree:
   """Reads a checkpoint's weights onto devices.
 
@@ -295,6 +310,7 @@ def read_params(
     shardings: one for each leaf of `transformer.spec`; None is JAX's first
       device.
     dtype: of the weights in memory, whatever it is in the file.
+    besides: names of tensors that may be there and are not read.
 
   Returns:
     A tree as `transformer.spec(cfg)` declares it. A tied head is not in it.
@@ -305,7 +321,7 @@ def read_params(
   """
   entries = _entries(path)
   table = hf_format.tensors(cfg)
-  _check(path, cfg, table, entries)
+  _check(path, cfg, table, entries, besides)
   if cfg.tie_embeddings:
     _check_tied(path, entries)
   by_leaf: dict[tuple[str, ...], dict[str, hf_format.Tensor]] = {}

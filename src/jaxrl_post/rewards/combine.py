@@ -152,6 +152,38 @@ def combine(
   )
 
 
+def add(rollout: types.Rollout, score: Score, weight: float) -> types.Rollout:
+  """Adds to a reward what one more has said about the rollout.
+
+  Args:
+    rollout: that the others have scored, as `combine` gives it.
+    score: of the one more.
+    weight: of its parts, for the sum.
+
+  Returns:
+    The rollout as `combine` gives it of all of them. Without a reward it stays
+    without, and says why as before.
+
+  Raises:
+    types.InputError: when another has named a part alike.
+  """
+  alone = combine(rollout, [score], [weight])
+  twice = rollout.parts.keys() & score.parts.keys()
+  if twice:
+    raise types.InputError(
+      f"rewards.model.name: expected a name that no other part has, got "
+      f"{min(twice)!r} as of a function. Choose another."
+    )
+  # Why there is no reward comes before what stands for an answer.
+  said = sorted((rollout, alone), key=lambda r: not math.isnan(r.reward))
+  return dataclasses.replace(
+    rollout,
+    reward=math.fsum((rollout.reward, alone.reward)),
+    parts={**rollout.parts, **score.parts},
+    failure=next((r.failure for r in said if r.failure), ""),
+  )
+
+
 def one_line(text: str, limit: int = 200) -> str:
   """Returns the words of a text on one line of at most `limit` characters.
 

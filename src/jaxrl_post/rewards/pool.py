@@ -24,6 +24,7 @@ from absl import logging
 
 from jaxrl_post import types
 from jaxrl_post.rewards import blame, combine, limits, worker
+from jaxrl_post.rewards import model as models
 
 # Beyond the time of an async call, until its worker has said so itself.
 _GRACE_S = 1.0
@@ -58,6 +59,8 @@ class Rewards:
     memory_mb: how much address space calls may add to what a worker has once
       it is ready, in MiB; None for no limit. Linux only. Beyond it Python
       raises MemoryError, and other code may die.
+    model: a reward model, whose score is added to what functions say. With one
+      there may be no functions.
   """
 
   functions: tuple[types.Reward, ...]
@@ -68,6 +71,7 @@ class Rewards:
   on_failure: Literal["stop", "mask"] | float = "stop"
   retries: int = 0
   memory_mb: int | None = None
+  model: models.Model | None = None
 
   def __post_init__(self) -> None:
     given, wanted = len(self.weights), len(self.functions)
@@ -79,7 +83,12 @@ class Rewards:
     if not isinstance(policy, str):
       known = abs(policy) <= combine.LARGEST  # and so no NaN
     rules = (
-      (wanted > 0, "functions", "at least one", self.functions),
+      (
+        wanted > 0 or self.model is not None,
+        "functions",
+        "at least one, or rewards.model",
+        self.functions,
+      ),
       (given in {0, wanted}, "weights", f"{wanted} of them", self.weights),
       (finite, "weights", "finite numbers", self.weights),
       (self.workers >= 1, "workers", ">= 1", self.workers),
@@ -139,7 +148,7 @@ def _dump(rollout: types.Rollout) -> bytes:
 
 
 class Pool:
-  """Scores rollouts in worker processes while it is entered.
+  """Scores rollouts by functions in worker processes while it is entered.
 
   Calls wait in a queue without limit: whoever submits bounds what is
   outstanding. Entering waits until every worker has imported its functions, so

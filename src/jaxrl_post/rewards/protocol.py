@@ -6,11 +6,23 @@ both and gives a list (`Batched`), and says so by the decorator `batched`.
 Either may be an `async def`; its calls then wait at the same time.
 """
 
+import concurrent.futures
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_post import types
+
+
+@runtime_checkable
+class Scorer(Protocol):
+  """Whoever gives rollouts their rewards, such as a `pool.Pool`."""
+
+  def submit_all(
+    self, rollouts: Sequence[types.Rollout], /
+  ) -> list[concurrent.futures.Future[types.Rollout]]:
+    """Scores rollouts; returns at once, with a future of each."""
+    ...
 
 
 @runtime_checkable
