@@ -41,6 +41,7 @@ _RECORDS = _HERE / "records"
 # Minutes after which a benchmark is ended, on two cores.
 DEADLINES = {
   "algorithms": 180,
+  "beside": 60,
   "cache": 30,
   "chaos": 180,
   "overlap": 60,

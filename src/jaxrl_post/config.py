@@ -19,7 +19,7 @@ from typing import Any
 from jaxrl_post import types
 from jaxrl_post.algos import algorithm, grpo
 from jaxrl_post.data import dataset
-from jaxrl_post.envs import evaluate, multi_turn, schedule
+from jaxrl_post.envs import beside, evaluate, multi_turn, schedule
 from jaxrl_post.models import decoder, named
 from jaxrl_post.placement import mesh
 from jaxrl_post.rewards import pool
@@ -102,6 +102,10 @@ class Run:
         )
     if self.data.held_out is None:
       _check_not_evaluated(self)
+    if self.evaluation.beside is not None:
+      tests, best = self.data.held_out is not None, self.checkpoint.best_by
+      mode = self.placement.mode
+      beside.check(mode, self.max_lag, best_by=best, held_out=tests)
     _check_leaves(self, "")
     _check_algorithm(self)
     _check_reference(self)
@@ -264,12 +268,11 @@ def may_change(run: Run) -> tuple[str, ...]:
     "checkpoint",
     "evaluation.every",
     "evaluation.timeout_s",
+    "evaluation.beside",
     "logged_groups",
     "stream.stall_s",
   )
-  if run.optim.schedule == "constant":
-    return (*names, "num_steps")
-  return names
+  return (*names, "num_steps") if run.optim.schedule == "constant" else names
 
 
 def _check_not_evaluated(run: Run) -> None:
@@ -344,8 +347,7 @@ def load(experiment: str, folder: pathlib.Path) -> Run:
   name, _, function = experiment.partition(":")
   function = function or "get_config"
   path = pathlib.Path(name)
-  if path.suffix != ".py":
-    path = folder / f"{name}.py"
+  path = path if path.suffix == ".py" else folder / f"{name}.py"
   if not path.is_file():
     known = sorted(p.stem for p in folder.glob("[!_]*.py"))
     raise types.InputError(
@@ -449,8 +451,7 @@ def to_json(node: Any) -> Any:
   if assign.is_group(node):
     names = [f.name for f in dataclasses.fields(node)]
     fields = {name: to_json(getattr(node, name)) for name in names}
-    kind = type(node)
-    return {"class": f"{kind.__module__}:{kind.__qualname__}", **fields}
+    return {"class": _function_name(type(node)), **fields}
   if isinstance(node, tuple):
     return [to_json(x) for x in node]
   if isinstance(node, dict):
@@ -473,8 +474,7 @@ def classes(node: Any, prefix: str = "") -> dict[str, str]:
     value, name = getattr(node, field.name), f"{prefix}{field.name}"
     if assign.is_group(value):
       if hints[field.name] is not type(value):
-        kind = type(value)
-        found[name] = f"{kind.__module__}:{kind.__qualname__}"
+        found[name] = _function_name(type(value))
       found |= classes(value, f"{name}.")
   return found
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxrl_post import config, prepare, roles, types
 from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.data import prompts as prompt_sets
+from jaxrl_post.envs import beside as besides
 from jaxrl_post.envs import (
   conversing,
   evaluate,
@@ -65,7 +67,13 @@ class Samplers(Protocol):
 
 
 class Local:
-  """One engine, in the thread that asks."""
+  """One engine, in the thread that asks.
+
+  Attributes:
+    engine: of training.
+    tester: makes an engine of an evaluation.
+    lane: samples an evaluation beside training.
+  """
 
   def __init__(self, cfg: config.Run, place: programs.Programs) -> None:
     """Makes the engine of training; its memory is taken when it is used."""
@@ -75,6 +83,12 @@ class Local:
     self.engine = place.engine(rollout_key)
     # An engine made anew for each: its cache is as large as that of training.
     self.tester = functools.partial(place.engine, eval_key)
+    beside = cfg.evaluation.beside
+    self.lane = besides.Lane(
+      self._tester_of,
+      blocks=1 if beside is None else beside.blocks,
+      stall_s=cfg.stream.stall_s,
+    )
 
   def warm_up(self, policy: types.Policy) -> None:
     """See `Samplers`."""
@@ -88,8 +102,7 @@ class Local:
     self, policy: types.Policy, requests: Sequence[types.Request]
   ) -> list[types.Completion]:
     """See `Samplers`."""
-    self._place.verify(policy)
-    return engines.generate(self.tester(), policy, requests)
+    return engines.generate(self._tester_of(policy), policy, requests)
 
   def metrics(self) -> dict[str, float]:
     """See `Samplers`; of the engine of training."""
@@ -97,6 +110,10 @@ class Local:
 
   def close(self) -> None:
     """See `Samplers`."""
+
+  def _tester_of(self, policy: types.Policy) -> engines.Engine:
+    self._place.verify(policy)
+    return self.tester()
 
 
 class Spread:
@@ -271,8 +288,44 @@ def stream(
     verify=sampling.publish,
     plan=schedule.build(cfg.stream, drain=drain, digest=digest),
     log=log,
+    lane=sampling.lane if isinstance(sampling, Local) else None,
     stopping=stopping,
   )
+
+
+def check_goes_on(cfg: config.Run, step: int) -> None:
+  """Refuses to follow a run from anywhere but its beginning.
+
+  Args:
+    cfg: the run.
+    step: of the checkpoint it would go on from.
+
+  Raises:
+    InputError: it is to follow another one.
+  """
+  if cfg.stream.follow:
+    raise types.InputError(
+      "--workdir: expected a folder without checkpoints with stream.follow, "
+      f"which begins at the first event, got one of step {step}. Name another."
+    )
+
+
+def open_log(
+  folder: pathlib.Path, cut: cuts.Cut | None, digest: str
+) -> events.Log:
+  """Opens the events of a run, as far as a checkpoint knows them.
+
+  Args:
+    folder: of the run.
+    cut: of the checkpoint; None begins anew.
+    digest: of `prepare.digest`.
+  """
+  log = events.Log(folder / events.NAME, 0 if cut is None else cut.events)
+  if cut is None:
+    log.write(events.Begin(digest))
+  else:
+    log.write(events.Restore(cut.ledger.step))
+  return log
 
 
 def cut(
@@ -292,12 +345,10 @@ def cut(
 
 def _asking(
   parts: prepare.Parts,
-  samplers: Samplers,
-  policy: types.Policy,
+  generate: Callable[[Sequence[types.Request]], list[types.Completion]],
   prompts: prompt_sets.Prompts,
 ) -> Callable[[Sequence[types.Request]], list[types.Completion]]:
   """Returns who answers held-out prompts, in one turn or in several."""
-  generate = functools.partial(samplers.generate, policy)
   if not isinstance(parts.eval_env, multi_turn.MultiTurn):
     return generate
   return functools.partial(
@@ -308,6 +359,43 @@ def _asking(
   )
 
 
+def _scored(
+  cfg: config.Run,
+  parts: prepare.Parts,
+  generate: Callable[
+    [types.Policy, Sequence[types.Request]], list[types.Completion]
+  ],
+  rewards: pool.Pool,
+) -> besides.Score:
+  """Returns what evaluates a policy on all sets of held-out prompts."""
+
+  def scored(
+    policy: types.Policy, ends: Callable[[], bool]
+  ) -> dict[str, float]:
+    held_out = parts.data.held_out
+    found = {"eval/version": float(policy.version)}
+    for name, asked in held_out.items():
+      values = evaluate.evaluate(
+        [asked[uid] for uid in range(len(asked))],
+        env=parts.eval_env,
+        generate=_asking(parts, functools.partial(generate, policy), asked),
+        rewards=rewards,
+        timeout_s=cfg.evaluation.timeout_s,
+        samples=cfg.evaluation.samples,
+        stopping=ends,
+      )
+      if not values:
+        return {}
+      place = f"eval/{name}/" if name else "eval/"
+      found |= {f"{place}{key}": value for key, value in values.items()}
+    if "eval/reward" not in found:
+      each = [found[f"eval/{name}/reward"] for name in held_out]
+      found["eval/reward"] = sum(each) / len(each)
+    return found
+
+  return scored
+
+
 def tester(
   cfg: config.Run,
   parts: prepare.Parts,
@@ -316,43 +404,46 @@ def tester(
   rewards: protocol.Scorer | None,
   clock: clocks.Clock,
   hosts: hosts_lib.Hosts,
-) -> Callable[[types.Policy, int], dict[str, float]]:
+  log: Callable[[int, Mapping[str, float]], None] | None = None,
+) -> Callable[[types.Policy, int], dict[str, float]] | besides.Tests:
   """Returns a function of policy and step that evaluates when it is due.
 
   Every process calls it. Without rewards, which the head has, one only provides
   the weights, and stays until its engine is no longer asked.
+
+  Args:
+    cfg: the run.
+    parts: its host half.
+    samplers: who samples.
+    rewards: scores; None elsewhere than at the head.
+    clock: accounts for the time of an evaluation.
+    hosts: the processes of the run.
+    log: takes step and metrics of what `cfg.evaluation.beside` has made beside
+      training; None evaluates in turn, whatever that says.
   """
-  held_out = parts.data.held_out
-  if not held_out:
+  if not parts.data.held_out:
     return lambda policy, step: {}
+  if log is not None and cfg.evaluation.beside is not None:
+    assert isinstance(samplers, Local) and rewards is not None, "one process"
+    return besides.Tests(
+      samplers.lane,
+      _scored(cfg, parts, samplers.lane.sample, rewards),
+      due=lambda step: cfg.evaluation.due(step, cfg.num_steps),
+      log=log,
+      clock=clock,
+      stopping=lambda: bool(hosts.stopping),
+    )
 
   def scored(policy: types.Policy) -> dict[str, float]:
     assert rewards is not None, "the head's"
     if hosts.stopping:
       return {}  # A checkpoint is worth more than a number.
-    found = {}
+    score = _scored(cfg, parts, samplers.generate, rewards)
     with (
       clock.span("training", "eval"),
       clock.span("generation", "eval"),
     ):
-      for name, asked in held_out.items():
-        values = evaluate.evaluate(
-          [asked[uid] for uid in range(len(asked))],
-          env=parts.eval_env,
-          generate=_asking(parts, samplers, policy, asked),
-          rewards=rewards,
-          timeout_s=cfg.evaluation.timeout_s,
-          samples=cfg.evaluation.samples,
-          stopping=lambda: bool(hosts.stopping),
-        )
-        if not values:
-          return {}
-        place = f"eval/{name}/" if name else "eval/"
-        found |= {f"{place}{key}": value for key, value in values.items()}
-    if "eval/reward" not in found:
-      each = [found[f"eval/{name}/reward"] for name in held_out]
-      found["eval/reward"] = sum(each) / len(each)
-    return found
+      return score(policy, lambda: bool(hosts.stopping))
 
   def test(policy: types.Policy, step: int) -> dict[str, float]:
     if not cfg.evaluation.due(step, cfg.num_steps):

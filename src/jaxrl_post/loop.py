@@ -17,8 +17,9 @@ import jax
 from jaxrl_post import config, generation, prepare, record, roles, scorer, types
 from jaxrl_post.algos import sft
 from jaxrl_post.data import pack
+from jaxrl_post.envs import beside as besides
 from jaxrl_post.envs import cut as cuts
-from jaxrl_post.envs import events, replay, together
+from jaxrl_post.envs import replay, together
 from jaxrl_post.envs import stream as streams
 from jaxrl_post.models import decoder
 from jaxrl_post.placement import programs, reference
@@ -73,14 +74,12 @@ def run(
     state, saved, first = restore_or_start(
       cfg, parts, place, trainer, tools.store
     )
-    if first >= cfg.num_steps:
+    if first >= cfg.num_steps and not tools.owes(first):
       return state
     policy = place.publish(state)
     tools.samplers.warm_up(policy)
     hosts.at("first batch", hosts_lib.COLD_S)
-    tools.begin(
-      first, policy.version, {} if first else tools.test(policy, 0), saved
-    )
+    tools.begin(first, policy, saved)
     rollouts = tools.start(
       open_stream(cfg, parts, tools, hosts, policy=policy, saved=saved),
       saved,
@@ -119,7 +118,7 @@ def run(
         tools.notes.step(step, groups, rows, values, rollouts)
       tools.save(step, state, rollouts.cut, due=due)
       hosts.at(f"batch {step + 1}", late_s)
-    tools.save(int(state.step), state, rollouts.cut)
+    tools.end(state, rollouts.cut)
   return state
 
 
@@ -133,7 +132,8 @@ class Tools:
     samplers: who makes rollouts.
     store: checkpoints.
     notes: metrics, rollouts to read, progress.
-    test: policy and step to `eval/` metrics; none when it is not due.
+    test: policy and step to `eval/` metrics; none when it is not due, or when
+      it is made beside training, and tells `notes` later.
     frozen: a model that is the reference; of no weights where it is none.
     layout: of a batch.
     data: identifies the training prompts.
@@ -146,21 +146,25 @@ class Tools:
   samplers: generation.Samplers
   store: checkpoint.Store
   notes: record.Recorder | record.Silent
-  test: Callable[[types.Policy, int], dict[str, float]]
+  test: Callable[[types.Policy, int], dict[str, float]] | besides.Tests
   frozen: reference.Reference
   layout: pack.Layout
   data: str
   run: str
   folder: pathlib.Path
 
+  def owes(self, step: int) -> bool:
+    """Says whether weights that a run begins with are to be evaluated.
+
+    Those of a checkpoint only if their evaluation beside training did not end.
+    """
+    due = isinstance(self.test, besides.Tests) and self.test.due(step)
+    return not step or (due and not self.notes.has_evaluated(step))
+
   def begin(
-    self,
-    step: int,
-    version: int,
-    values: dict[str, float],
-    saved: checkpoint.Restored | None,
+    self, step: int, policy: types.Policy, saved: checkpoint.Restored | None
   ) -> None:
-    """Sets metrics to where a checkpoint, or the run, begins.
+    """Sets metrics to where a checkpoint, or the run, begins, and evaluates.
 
     Raises:
       InputError: the checkpoint is of another run.
@@ -175,7 +179,8 @@ class Tools:
           "--workdir: expected checkpoints of this run, got one of step "
           f"{step} of another, with other {what}. Restore the right ones."
         )
-    self.notes.begin(step, version, values, meta["totals"])
+    values = self.test(policy, step) if self.owes(step) else {}
+    self.notes.begin(step, policy.version, values, meta["totals"])
 
   def start(
     self,
@@ -235,6 +240,14 @@ class Tools:
       files = {} if made is None else cuts.to_files(made)
       self.store.save(step, state, meta, files)
 
+  def end(
+    self, state: types.TrainState, cut: Callable[[], cuts.Cut | None]
+  ) -> None:
+    """Saves the last state, and waits for an evaluation that is under way."""
+    self.save(int(state.step), state, cut)
+    if isinstance(self.test, besides.Tests):
+      self.test.finish()
+
 
 def open_tools(
   cfg: config.Run,
@@ -276,11 +289,19 @@ def open_tools(
   if cfg.replay is None:
     samplers = generation.samplers(cfg, parts, place, hosts)
     test = generation.tester(
-      cfg, parts, samplers, rewards=rewards, clock=clock, hosts=hosts
+      cfg,
+      parts,
+      samplers,
+      rewards=rewards,
+      clock=clock,
+      hosts=hosts,
+      log=notes.evaluated,
     )
   else:
     samplers, test = roles.Idle(), lambda policy, step: {}
   stack.callback(samplers.close)
+  if isinstance(test, besides.Tests):
+    stack.callback(test.close)
   return Tools(
     clock=clock,
     rewards=rewards,
@@ -321,7 +342,7 @@ def open_stream(
     return replay.Replay(cfg.replay, book, clock=tools.clock)
   assert tools.rewards is not None, "the head's"
   if saved is not None:
-    _check_goes_on(cfg, saved)
+    generation.check_goes_on(cfg, saved.step)
   cut = generation.cut(parts, saved)
   digest = prepare.digest(cfg, parts, placed=True)
   rollouts = generation.stream(
@@ -332,35 +353,13 @@ def open_stream(
     rewards=tools.rewards,
     clock=tools.clock,
     stopping=lambda: bool(hosts.stopping),
-    log=_open_log(tools.folder, cut, digest),
+    log=generation.open_log(tools.folder, cut, digest),
     digest=digest,
   )
   if cut is not None:
     rollouts.restore(cut)
   rollouts.publish(policy)
   return rollouts
-
-
-def _check_goes_on(cfg: config.Run, saved: checkpoint.Restored) -> None:
-  """Refuses to follow a run from anywhere but its beginning."""
-  if cfg.stream.follow:
-    raise types.InputError(
-      "--workdir: expected a folder without checkpoints with stream.follow, "
-      f"which begins at the first event, got one of step {saved.step}. Name "
-      "another."
-    )
-
-
-def _open_log(
-  folder: pathlib.Path, cut: cuts.Cut | None, digest: str
-) -> events.Log:
-  """Opens the events of the run, as far as a checkpoint knows them."""
-  log = events.Log(folder / events.NAME, 0 if cut is None else cut.events)
-  if cut is None:
-    log.write(events.Begin(digest))
-  else:
-    log.write(events.Restore(cut.ledger.step))
-  return log
 
 
 def build(

@@ -488,6 +488,11 @@ def plan(
     engines = cfg.placement.processes.generation_replicas
   else:
     engines = processes
+  if processes > 1 and cfg.evaluation.beside is not None:
+    raise types.InputError(
+      f"evaluation.beside: expected none with several processes, of which each "
+      f"takes newer weights by itself, got {processes}. Set it to none."
+    )
   if processes > 1 and (cfg.stream.deterministic or cfg.stream.follow):
     raise types.InputError(
       "stream.deterministic, stream.follow: expected one process, got "

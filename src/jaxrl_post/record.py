@@ -201,6 +201,20 @@ class Recorder:
     self.line = line
     self._check_skipped(step, line)
 
+  def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+    """Writes an evaluation that ended beside training, in a line of its own.
+
+    Args:
+      step: after which it began.
+      values: its metrics.
+    """
+    self._log.step(step, values, late=True)
+    self._writers.step(step, values)
+
+  def has_evaluated(self, step: int) -> bool:
+    """Says whether the evaluation of a step is on the disk."""
+    return self._log.has(step, "eval/version")
+
   def close(self) -> None:
     """Closes files, writers and progress line: all, whichever of them fails."""
     self._open.close()
@@ -293,6 +307,13 @@ class Silent:
 
   def step(self, step: int, *_: Any) -> None:
     """Does nothing."""
+
+  def evaluated(self, step: int, *_: Any) -> None:
+    """Does nothing."""
+
+  def has_evaluated(self, step: int) -> bool:
+    """Says that nothing is owed: others evaluate."""
+    return True
 
   def close(self) -> None:
     """Does nothing."""

@@ -130,7 +130,7 @@ class Engine:
   def release(self, uids) -> None:
     pass
 
-  def step(self, params, version: int, launched) -> list[types.Completion]:
+  def step(self, params, version: int, _=None) -> list[types.Completion]:
     self.script()
     if version != self.version and self.recompute:
       for row in self.queue[: self.rows]:
@@ -272,6 +272,7 @@ class Setup:
       verify=lambda policy: None,
       plan=plan or schedule.build(self.cfg, drain=drain),
       log=log,
+      lane=options.pop("lane", None),
       stopping=options.pop("stopping", lambda: False),
     )
     try:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxrl_post import types
+from jaxrl_post.envs import beside as besides
 from jaxrl_post.envs import pass_at_k, work
 from jaxrl_post.rewards import protocol
 
@@ -25,6 +26,7 @@ class Evaluation:
     top_p: 1 keeps every token.
     timeout_s: longest wait for the rewards of one evaluation.
     samples: several completions of each prompt; None takes one.
+    beside: evaluates while training goes on; None has training wait.
   """
 
   every: int = 0
@@ -33,6 +35,7 @@ class Evaluation:
   top_p: float = 1.0
   timeout_s: float = 600.0
   samples: pass_at_k.Samples | None = None
+  beside: besides.Beside | None = None
 
   def __post_init__(self) -> None:
     rules = (

@@ -19,8 +19,8 @@ from typing import Self
 from jaxrl_post import types
 from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.data import prompts as prompt_sets
+from jaxrl_post.envs import beside, events, schedule, work
 from jaxrl_post.envs import cut as cuts
-from jaxrl_post.envs import events, schedule, work
 from jaxrl_post.envs import ledger as ledgers
 from jaxrl_post.rewards import protocol
 from jaxrl_post.runtime import clock as clocks
@@ -54,6 +54,7 @@ class Stream:
     verify: Callable[[types.Policy], None],
     plan: schedule.Schedule | None = None,
     log: events.Log | None = None,
+    lane: beside.Lane | None = None,
     stopping: Callable[[], bool] = lambda: False,
   ) -> None:
     """Prepares a stream; `with` starts it.
@@ -71,6 +72,7 @@ class Stream:
         policy, before its first block.
       plan: when what may happen; None: as soon as it can.
       log: takes every event; `with` closes it.
+      lane: what else the worker thread samples; None is nothing.
       stopping: whether the run was asked to stop; looked at twice a second.
 
     Raises:
@@ -93,9 +95,7 @@ class Stream:
       filter_zero_signal=cfg.filter_zero_signal,
       note=self._note,
     )
-    self._scored: collections.deque[concurrent.futures.Future] = (
-      collections.deque()
-    )
+    self._scored = collections.deque[concurrent.futures.Future]()
     self._current: work.Published | None = None
     self._newest: work.Published | None = None
     self._verified: types.Policy | None = None
@@ -104,7 +104,8 @@ class Stream:
     self._sync: dict[str, float] = {}
     self._progress = time.monotonic()
     self._closed = self._warned = False
-    self._changed = threading.Condition(threading.RLock())
+    self._lane = lane or beside.Lane()
+    self._changed = self._lane.changed
     self._worker: concurrent.futures.Future[None] | None = None
     self._stack = contextlib.ExitStack()
     self.booked = ledger
@@ -302,12 +303,12 @@ class Stream:
       self._worker.set_exception(error)  # For the trainer to raise.
     else:
       self._worker.set_result(None)
-    with self._changed:
-      self._changed.notify_all()
+    self._lane.close()
 
   def _pump(self) -> None:
     """Moves everything on by at most one block."""
     with self._clock.span("generation", "wait/host"):
+      self._lane.block(self._clock)
       rollouts = self._arrived()
       with self._changed:
         for rollout in rollouts:
@@ -319,7 +320,7 @@ class Stream:
         self._admit()
         self._clock.count(self._work.queue)
         runs = self._may_run()
-        if not runs:
+        if not runs and not self._lane.busy:
           why = functools.partial(self._work.idles_for, self._current)
           self._await("generation", why, self._has_work)
       if runs:
@@ -360,8 +361,7 @@ class Stream:
       )
 
   def _may_take(self) -> bool:
-    newest = self._newest
-    is_new = newest is not None and newest is not self._current
+    is_new = self._newest is not None and self._newest is not self._current
     return is_new and self._plan.takes(self._facts())
 
   def _take_newest(self) -> None:
@@ -444,7 +444,7 @@ class Stream:
     cut = self._cut_due and self._work.up_to_date
     moves = self._may_take() or self._may_admit() or self._may_run()
     enters = any(map(self._may_settle, self._work.held))
-    news = self._closed or bool(self._scored)
+    news = self._closed or bool(self._scored) or self._lane.busy
     return news or settled or cut or moves or enters
 
   def _await(

@@ -26,7 +26,10 @@ _FIXED = {
   "sampling.max_tokens": (),
 }
 # And for their evaluations to be compared.
-_TESTED = {"data.held_out": (), "evaluation": ("every", "timeout_s")}
+_TESTED = {
+  "data.held_out": (),
+  "evaluation": ("every", "timeout_s", "beside"),
+}
 _SHOWN_CHANGES = 8
 _LABEL, _COLUMN = 26, 18
 

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ class Run:
   Attributes:
     path: of the folder, as it was given.
     config: config.json.
-    lines: of metrics.jsonl, oldest first.
+    lines: of metrics.jsonl, oldest first, from `joined`.
   """
 
   path: pathlib.Path
@@ -65,10 +65,10 @@ def read(folder: str | os.PathLike[str]) -> Run:
   run = Run(
     path=path,
     config=_parsed(path / folder_lib.CONFIG_FILE, settings),
-    lines=[
+    lines=joined(
       _parsed(f"{path / log.METRICS_FILE}, line {at}", text)
       for at, text in enumerate(texts, 1)
-    ],
+    ),
   )
   if not run.rows:
     raise types.InputError(
@@ -93,6 +93,28 @@ def check_distinct(folders: Sequence[str | os.PathLike[str]]) -> None:
         f"{seen[path]} once more. Name each run once."
       )
     seen[path] = folder
+
+
+def joined(lines: Iterable[Row]) -> list[Row]:
+  """Puts late evaluations where they belong.
+
+  Args:
+    lines: of metrics.jsonl, in order.
+
+  Returns:
+    The same, but what was evaluated beside training stands in the line of its
+    step, and not in one of its own, if the step has one.
+  """
+  made: list[Row] = []
+  places: dict[Any, int] = {}
+  for line in lines:
+    step = line.get("step")
+    if step in places and "eval/version" in line:
+      made[places[step]] = {**made[places[step]], **line}
+    else:
+      places[step] = len(made)
+      made.append(line)
+  return made
 
 
 def _text(path: pathlib.Path, name: str) -> str:

@@ -35,19 +35,22 @@ class Log:
     self._last = _last_step(_lines(self._metrics))
     self._warned: set[str] = set()
 
-  def step(self, step: int, metrics: Mapping[str, float]) -> None:
+  def step(
+    self, step: int, metrics: Mapping[str, float], *, late: bool = False
+  ) -> None:
     """Appends the line of one step, and flushes it.
 
     Args:
-      step: larger than that of the line before.
+      step: larger than that of all lines before, if it is not late.
       metrics: numbers by name. JSON has no NaN and no infinity: they become
         null. NaN means that there was nothing to average; infinity is a fault,
         warned of the first time for each name.
+      late: adds to a step that may have a line, and others after it.
 
     Raises:
       RunError: the file already has this step or a later one.
     """
-    if step <= self._last:
+    if step <= self._last and not late:
       raise types.RunError(
         f"{self._metrics}: expected a step after {self._last}, got {step}. "
         "Cut the file off with truncate first."
@@ -62,7 +65,12 @@ class Log:
     line = json.dumps(values, sort_keys=True, allow_nan=False)
     self._file.write(line + "\n")
     self._file.flush()
-    self._last = step
+    self._last = max(step, self._last)
+
+  def has(self, step: int, name: str) -> bool:
+    """Says whether some line of a step has a number of that name."""
+    lines = map(json.loads, _lines(self._metrics))
+    return any(x["step"] == step and x.get(name) is not None for x in lines)
 
   def rollouts(
     self, step: int, groups: Sequence[types.Group], limit: int
@@ -131,7 +139,7 @@ def _step_of(line: str) -> int:
 
 
 def _last_step(lines: Sequence[str]) -> int:
-  return _step_of(lines[-1]) if lines else -1
+  return max(map(_step_of, lines), default=-1)
 
 
 def _repair(path: pathlib.Path) -> None:

@@ -11,10 +11,10 @@ from jaxrl_post.runtime import history, log, progress
 
 
 def read(folder: str | os.PathLike[str]) -> list[history.Row]:
-  """Returns the lines of a run's metrics.jsonl, oldest first."""
+  """Returns a run's metrics.jsonl, from `history.joined`, oldest first."""
   path = pathlib.Path(folder) / log.METRICS_FILE
   with path.open(encoding="utf-8") as file:
-    return [json.loads(line) for line in file]
+    return history.joined(json.loads(line) for line in file)
 
 
 def text(rows: Sequence[history.Row]) -> str:

@@ -120,7 +120,7 @@ class Writer(Protocol):
     ...
 
   def step(self, step: int, values: Mapping[str, float]) -> None:
-    """Takes the finite numbers of one step."""
+    """Takes the finite numbers of one step, which may be an earlier one."""
     ...
 
   def close(self) -> None:
@@ -245,7 +245,7 @@ class _WandB:
   def __init__(self, folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
     (self._wandb,) = _modules("wandb", "writers")
     self.errors: tuple[type[BaseException], ...] = (OSError, self._wandb.Error)
-    self._folder, self._settings = folder, settings
+    self._folder, self._settings, self._last = folder, settings, 0
 
   def open(self) -> None:
     self._run = self._wandb.init(
@@ -257,7 +257,8 @@ class _WandB:
     )
 
   def step(self, step: int, values: Mapping[str, float]) -> None:
-    self._run.log(dict(values), step=step)
+    self._last = max(step, self._last)  # W&B drops what comes later.
+    self._run.log(dict(values), step=self._last)
 
   def close(self) -> None:
     self._run.finish()
@@ -304,7 +305,10 @@ class _Prometheus:
     ]
 
   def step(self, step: int, values: Mapping[str, float]) -> None:
-    self._values = {**values, "step": float(step)}
+    if step <= self._values.get("step", -1.0):
+      self._values = {**self._values, **values}  # Late, of an evaluation.
+    else:
+      self._values = {**values, "step": float(step)}
 
   def close(self) -> None:
     self._server.shutdown()
