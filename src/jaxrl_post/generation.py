@@ -365,7 +365,7 @@ def _scored(
   generate: Callable[
     [types.Policy, Sequence[types.Request]], list[types.Completion]
   ],
-  rewards: pool.Pool,
+  rewards: protocol.Scorer,
 ) -> besides.Score:
   """Returns what evaluates a policy on all sets of held-out prompts."""
 

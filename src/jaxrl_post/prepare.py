@@ -15,7 +15,7 @@ from jaxrl_post import config, types
 from jaxrl_post.algos import algorithm
 from jaxrl_post.data import dataset, pack
 from jaxrl_post.data import tokenizer as tokenizers
-from jaxrl_post.envs import events, multi_turn, work
+from jaxrl_post.envs import conversations, events, work
 from jaxrl_post.envs import ledger as ledgers
 from jaxrl_post.models import decoder, network, quantize, weights
 from jaxrl_post.placement import mesh, programs, reward_model
@@ -91,7 +91,7 @@ def prepare(cfg: config.Run) -> Parts:
   shape = shaped.config
   if cfg.model.path is not None:
     weights.check(cfg.model.path, shape)
-  talker = multi_turn.made(cfg.env, cfg.stream, cfg.max_lag)
+  talker = conversations.made(cfg.env, cfg.stream, cfg.max_lag, cfg.algo.needs)
   data = dataset.load(
     cfg.data,
     model_path=cfg.model.path,
@@ -120,7 +120,11 @@ def prepare(cfg: config.Run) -> Parts:
     top_p=cfg.evaluation.top_p,
   )
   ask = functools.partial(
-    multi_turn.build, cfg.env, talker, tokenizer=data.tokenizer
+    conversations.build,
+    cfg.env,
+    talker,
+    tokenizer=data.tokenizer,
+    max_prompt=cfg.data.max_prompt,
   )
   parts = Parts(
     decoder=shaped,
@@ -267,9 +271,11 @@ def about(cfg: config.Run, parts: Parts) -> dict[str, Any]:
   Returns:
     SHA-256 of `model` (settings and shape), training `data` and `tokenizer`;
     `vocab_size` of the model; `group_size`; the most tokens of a prompt
-    (`max_prompt`) and of a completion (`max_tokens`); and `seed`.
+    (`max_prompt`) and of a completion (`max_tokens`); `seed`; and the most
+    rows of a rollout (`max_rows`), if that may be several.
   """
   model = [config.to_json(cfg.model), config.to_json(parts.decoder.config)]
+  most_rows = _most_rows(cfg)
   text = json.dumps(model, sort_keys=True)
   return {
     "model": hashlib.sha256(text.encode()).hexdigest(),
@@ -280,6 +286,7 @@ def about(cfg: config.Run, parts: Parts) -> dict[str, Any]:
     "max_prompt": cfg.data.max_prompt,
     "max_tokens": cfg.sampling.max_tokens,
     "seed": cfg.seed,
+    **({"max_rows": most_rows} if most_rows > 1 else {}),
   }
 
 
@@ -296,10 +303,10 @@ def _check_replay(folder: str, ours: dict[str, Any], *, routed: bool) -> None:
       (theirs.get(name) == ours[name], name, f"{ours[name]}")
       for name in ("group_size", "vocab_size", "tokenizer")
     ]
-    for name in ("max_prompt", "max_tokens"):
-      size = theirs.get(name)
-      fits = isinstance(size, int) and size <= ours[name]
-      rules.append((fits, name, f"at most {ours[name]}"))
+    for name in ("max_prompt", "max_tokens", "max_rows"):
+      most, size = ours.get(name, 1), theirs.get(name, 1)
+      fits = name in {*theirs, "max_rows"} and isinstance(size, int)
+      rules.append((fits and size <= most, name, f"at most {most}"))
     for holds, name, rule in rules:
       if not holds:
         raise types.InputError(
@@ -377,7 +384,12 @@ def layout(cfg: config.Run, shape: decoder.Shape, devices: int) -> pack.Layout:
     length_parts=mesh.context_parts(axes, devices),
     alone=not decoder.packs(shape),
     routing=decoder.of(cfg.model, shape).noted,
+    most_rows=_most_rows(cfg),
   )
+
+
+def _most_rows(cfg: config.Run) -> int:
+  return 1 if cfg.env is None else cfg.env.most_rows
 
 
 def _check_parts(algo: algorithm.Algorithm, layout: pack.Layout) -> None:
@@ -391,7 +403,7 @@ def _check_parts(algo: algorithm.Algorithm, layout: pack.Layout) -> None:
   def of(*shape: int, dtype: str = "float32") -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-  num, shape = layout.rollouts, (layout.rows, layout.length)
+  num, shape = layout.sequences, (layout.rows, layout.length)
   tokens, ids = of(*shape), of(*shape, dtype="int32")
   known = tokens if "reference" in algo.needs else None
   top = of(*shape, algo.candidates) if algo.candidates else None
@@ -400,6 +412,7 @@ def _check_parts(algo: algorithm.Algorithm, layout: pack.Layout) -> None:
     types.AdvantageInputs(
       rewards=of(num),
       group_ids=of(num, dtype="int32"),
+      rollout_ids=of(num, dtype="int32"),
       sequence=ids,
       segment_ids=ids,
       loss_mask=tokens,

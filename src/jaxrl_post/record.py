@@ -164,6 +164,7 @@ class Recorder:
         mask,
         self._version,
         sequence=np.asarray(batch.sequence),
+        rollout_ids=np.asarray(batch.rollout_ids),
       ),
       **metrics.masked(
         np.asarray(batch.policy_versions), np.asarray(batch.loss_mask)

@@ -231,6 +231,8 @@ def _prompt(
   text = f"then up to {cfg.sampling.max_tokens} {kinds} {' or '.join(ends)}"
   if cfg.env is not None:
     text += "; between turns those of the environment, mask 0"
+    if cfg.env.most_rows > 1:
+      text += f"; in up to {cfg.env.most_rows} rows, each with its own prompt"
   console.print(_plain(text, "green"))
   console.print(_plain("reference:", _QUIET))
   reference = repr(item.reference)

@@ -27,6 +27,8 @@ Tree = Any
 # A completion that ended in a row of an engine: row, uid, since when it had the
 # row by time.monotonic(), and its tokens.
 Seat: TypeAlias = tuple[int, int, float, int]
+# Where in a completion a new prompt takes the place of all before, and its ids.
+Segment: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 class InputError(ValueError):
@@ -155,6 +157,7 @@ class AdvantageInputs:
   Attributes:
     rewards: one a sequence; NaN where there is none.
     group_ids: sequences that answer one draw of a prompt.
+    rollout_ids: sequences of one rollout, which each have its reward.
     sequence: which sequence a token is of; N where none is.
     segment_ids: likewise, within a row.
     loss_mask: 1 on tokens that train.
@@ -167,6 +170,7 @@ class AdvantageInputs:
 
   rewards: Float[Array, " N"]
   group_ids: Int[Array, " N"]
+  rollout_ids: Int[Array, " N"]
   sequence: Int[Array, "B T"]
   segment_ids: Int[Array, "B T"]
   loss_mask: Float[Array, "B T"]
@@ -435,6 +439,9 @@ class Completion:
     routing: experts, in each layer, of every token that the engine read: all of
       prompt and completion but the last; None where they were not noted. Not
       looked at by `==`.
+    segments: of a conversation that began anew, once or more, by what stands
+      behind the first prompt; one more row trains for each, see
+      `segments.split`. `tokens` are those of all, end to end.
   """
 
   uid: int
@@ -448,6 +455,7 @@ class Completion:
   routing: Int[np.ndarray, "T L X"] | None = dataclasses.field(
     default=None, compare=False
   )
+  segments: tuple[Segment, ...] = ()
 
 
 @host_record

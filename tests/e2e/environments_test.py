@@ -6,7 +6,13 @@ import jax
 import pytest
 
 from jaxrl_post import config, loop, prepare, types
-from jaxrl_post.envs import conversing, multi_turn, schedule
+from jaxrl_post.envs import (
+  conversations,
+  conversing,
+  multi_turn,
+  renewal,
+  schedule,
+)
 from jaxrl_post.runtime import dump
 from tests.e2e import runs
 from tests.house import docs_test, source
@@ -55,9 +61,19 @@ def experiment(*settings: str) -> config.Run:
   return config.override(run, [*SMALL, *settings])
 
 
-def train(folder, *settings: str) -> list[dict]:
+@dataclasses.dataclass(frozen=True)
+class Forgets(Echo):
+  """The same, but each answer to an odd turn is all that is left."""
+
+  def step(self, state, text):
+    step = super().step(state, text)
+    fresh = step.messages is not None and len(text) % 2 == 1
+    return dataclasses.replace(step, replaces=fresh)
+
+
+def train(folder, *settings: str, talk=None) -> list[dict]:
   run = experiment(*settings)
-  talk = multi_turn.Conversation(environment=Echo, workers=3)
+  talk = talk or multi_turn.Conversation(environment=Echo, workers=3)
   run = dataclasses.replace(run, env=talk)
   folder.mkdir()
   with runs.compile_cache(), jax.numpy_dtype_promotion("standard"):
@@ -98,6 +114,46 @@ def test_a_run_of_conversations_is_the_same_in_turn_and_beside(tmp_path):
     assert any(len(r.conversation) > len(r.text) + 4 for r in rollouts)
     paid = [sum(t.reward for t in c.turns) for c in made]
     assert line["env/turn_reward"] == pytest.approx(sum(paid) / len(paid))
+
+
+ANEW = multi_turn.Conversation(
+  environment=Forgets, renewal=renewal.Renewal(max_rows=3)
+)
+ROWS = ("max_lag=0", "optim.microbatches=4")
+
+
+def test_a_run_trains_the_rows_of_conversations_that_begin_anew(tmp_path):
+  lines = train(tmp_path / "run", *ROWS, "debug.dump=true", talk=ANEW)[1:]
+  folder = tmp_path / "run" / dump.FOLDER
+  for step, line in enumerate(lines, 1):
+    groups = dump.read(dump.batch(folder, step))
+    made = [r.completion for group in groups for r in group.rollouts]
+    rows = [1 + len(c.segments) for c in made]
+    assert line["env/rows_mean"] == pytest.approx(sum(rows) / len(rows))
+    assert line["env/rows_max"] == max(rows) == 3
+    assert line["loss/tokens"] == sum(v >= 0 for c in made for v in c.versions)
+    # Of each row, behind its own prompt, the trainer says what the engine said.
+    assert line["mismatch/mean_abs"] < 1e-5 and line["staleness/max"] == 0
+    assert line["loss/skipped"] == 0
+    assert line["completion/mean_tokens"] == pytest.approx(
+      sum(len(c.tokens) for c in made) / len(made)
+    )
+  # Rollouts are counted, and not their rows.
+  assert line["throughput/yield"] <= 1.0
+  run = experiment("debug.dump=false", f"debug.replay={folder}")
+  with pytest.raises(types.InputError, match="max_rows at most 1, .* got 3"):
+    prepare.prepare(run)
+
+
+@pytest.mark.slow
+def test_rows_of_a_dump_train_once_more(tmp_path):
+  first = train(tmp_path / "run", *ROWS, "debug.dump=true", talk=ANEW)
+  replay = f"debug.replay={tmp_path / 'run' / dump.FOLDER}"
+  again = train(
+    tmp_path / "again", *ROWS, "debug.dump=false", replay, talk=ANEW
+  )
+  losses = [[x["loss/policy"] for x in found[-2:]] for found in (first, again)]
+  assert losses[0] == losses[1]
 
 
 def test_the_experiment_calls_its_calculator():
@@ -150,7 +206,7 @@ def test_the_environment_of_the_documents_plays():
   seen = {}
   exec(compile(code, "docs/environments.md", "exec"), seen)
   cfg = seen["conversation"]
-  environment = multi_turn.made(cfg, schedule.StreamConfig(), 1)
+  environment = conversations.made(cfg, schedule.StreamConfig(), 1)
   assert environment is not None and environment == seen["Guess"]()
   prompt = types.Prompt(uid=0, tokens=(1,), text="?", reference="7")
   state, heard = environment.reset(prompt), []

@@ -329,6 +329,7 @@ def test_a_critic_that_knows_the_mean_of_a_group_is_grpo_without_its_scale():
   inputs = types.AdvantageInputs(
     rewards=jnp.asarray(batch.rewards),
     group_ids=jnp.asarray(batch.group_ids),
+    rollout_ids=jnp.asarray(batch.rollout_ids),
     sequence=jnp.asarray(batch.sequence),
     segment_ids=jnp.asarray(batch.segment_ids),
     loss_mask=jnp.asarray(batch.loss_mask),
@@ -352,6 +353,7 @@ def test_a_kl_in_the_reward_is_in_the_returns_too():
   inputs = types.AdvantageInputs(
     rewards=jnp.array([2.0]),
     group_ids=jnp.zeros(1, jnp.int32),
+    rollout_ids=jnp.zeros(1, jnp.int32),
     sequence=ids - 1,
     segment_ids=ids,
     loss_mask=mask,

@@ -27,5 +27,5 @@ def apart(groups: Sequence[types.Group], layout: pack.Layout) -> types.Batch:
     for name in wide:
       fields[name][number] = one[name][0]
     there = one["sequence"][0] == 0
-    fields["sequence"][number] = np.where(there, number, layout.rollouts)
+    fields["sequence"][number] = np.where(there, number, layout.sequences)
   return types.Batch(**fields)

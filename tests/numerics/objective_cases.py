@@ -255,6 +255,7 @@ def advantages(name: str) -> jax.Array:
       types.AdvantageInputs(
         rewards=tables["rewards"],
         group_ids=tables["group_ids"],
+        rollout_ids=tables["rollout_ids"],
         sequence=rows["sequence"],
         segment_ids=rows["segment_ids"],
         loss_mask=rows["loss_mask"],

@@ -438,3 +438,15 @@ def test_c07_turns_count_in_whether_the_rewards_of_a_group_agree():
   np.testing.assert_array_equal(
     pack.trained(batch, equal=False), scored.loss_mask
   )
+  # Two sequences of one rollout have earned together what the other has.
+  rewards = jnp.array([1.0, 0, 1, 1, 0, 0])
+  for ids, differ in (([0, 1, 2, 3, 4, 5], True), ([0, 1, 2, 3, 4, 4], False)):
+    rows = dataclasses.replace(
+      batch, rewards=rewards, rollout_ids=jnp.array(ids)
+    )
+    scored = score(_params(), rows, reference=_params())
+    trains = np.asarray(scored.loss_mask).any(axis=1)
+    assert trains.tolist() == [False] * 3 + [differ] * 3
+    np.testing.assert_array_equal(
+      pack.trained(rows, equal=False), scored.loss_mask
+    )

@@ -57,7 +57,11 @@ def token_extra(s: Sampled, kl: Mapping[str, Any] | None) -> list[float]:
 
 
 def totals(batch: Batch, kl: Mapping[str, Any] | None) -> list[float]:
-  return [s.reward + sum(token_extra(s, kl)) for s in batch]
+  """What the rollout of each sequence has earned, of all its sequences."""
+  extra = dict.fromkeys((s.rollout for s in batch), 0.0)
+  for s in batch:
+    extra[s.rollout] += sum(token_extra(s, kl))
+  return [s.reward + extra[s.rollout] for s in batch]
 
 
 def mean_of(numbers: Sequence[float]) -> float:
@@ -75,14 +79,15 @@ def deviation_of(numbers: Sequence[float]) -> float:
 def group_scores(
   batch: Batch, rewards: Sequence[float], scale: str
 ) -> list[float]:
-  """Scores sequences against those of their prompt that have a reward."""
+  """Scores rollouts against those of their prompt that have a reward."""
   scores = []
   for i, own in enumerate(batch):
-    peers = [
-      rewards[j]
+    once = {
+      other.rollout: rewards[j]
       for j, other in enumerate(batch)
       if other.group == own.group and math.isfinite(rewards[j])
-    ]
+    }
+    peers = list(once.values())
     if not math.isfinite(rewards[i]) or max(peers) == min(peers):
       scores.append(0.0)
       continue
@@ -117,7 +122,8 @@ def group(batch: Batch, kl: Any, scale: str = "std") -> PerToken:
 
 def over_batch(batch: Batch, kl: Any, *, whiten: bool) -> PerToken:
   rewards = totals(batch, kl)
-  valid = [r for r in rewards if math.isfinite(r)]
+  once = {s.rollout: r for s, r in zip(batch, rewards, strict=True)}
+  valid = [r for r in once.values() if math.isfinite(r)]
   scores = []
   for r in rewards:
     if not math.isfinite(r):
@@ -199,24 +205,24 @@ def preference(batch: Batch, kl: Any, *, beta: float) -> PerToken:
   """DPO of each pair; twice, since a mean over rollouts halves it again."""
   rewards, scores = totals(batch, kl), [0.0] * len(batch)
   for i, own in enumerate(batch):
-    pair = [
-      j
+    pair = {
+      other.rollout: rewards[j]
       for j, other in enumerate(batch)
       # One that does not train leaves its partner alone.
       if other.group == own.group and math.isfinite(rewards[j]) and other.old
-    ]
-    if len(pair) != 2 or i not in pair:
-      continue
-    a, b = pair
-    if rewards[a] == rewards[b]:
-      continue
-    better, worse = (a, b) if rewards[a] > rewards[b] else (b, a)
-    moved = {
-      j: sum(batch[j].old) - sum(batch[j].reference) for j in (better, worse)
     }
+    if len(pair) != 2 or own.rollout not in pair:
+      continue
+    worse, better = sorted(pair, key=lambda rollout: pair[rollout])
+    if pair[worse] == pair[better]:
+      continue
+    moved = dict.fromkeys(pair, 0.0)
+    for s in batch:
+      if s.rollout in moved:
+        moved[s.rollout] += sum(s.old) - sum(s.reference)
     d = moved[better] - moved[worse]
     pull = beta / (1.0 + math.exp(beta * d))
-    scores[i] = 2.0 * pull if i == better else -2.0 * pull
+    scores[i] = 2.0 * pull if own.rollout == better else -2.0 * pull
   return spread(batch, scores)
 
 

@@ -52,6 +52,7 @@ def _scored(rewards, **given):
   return types.AdvantageInputs(
     rewards=jnp.asarray(rewards, jnp.float32),
     group_ids=jnp.zeros(4, jnp.int32),
+    rollout_ids=jnp.arange(4),
     sequence=jnp.asarray(np.where(mask > 0, rows[:, None], 4)),
     segment_ids=jnp.ones((4, 2), jnp.int32),
     **{name: jnp.asarray(x, jnp.float32) for name, x in fields.items()},
@@ -165,6 +166,7 @@ def _one_row(rewards, **given):
   return types.AdvantageInputs(
     rewards=jnp.asarray(rewards, jnp.float32),
     group_ids=jnp.zeros(2, jnp.int32),
+    rollout_ids=jnp.arange(2),
     sequence=jnp.where(ids > 0, ids - 1, 2),
     segment_ids=ids,
     loss_mask=_row(_MASK),
@@ -264,6 +266,7 @@ def test_the_gradient_of_dpo_is_that_of_its_loss():
     types.AdvantageInputs(
       rewards=jnp.array([1.0, 0.0, -1.0, 0.5]),
       group_ids=jnp.array([0, 0, 1, 1]),
+      rollout_ids=jnp.arange(4),
       sequence=jnp.broadcast_to(jnp.arange(4)[:, None], (4, 3)),
       segment_ids=jnp.ones((4, 3), jnp.int32),
       loss_mask=mask,

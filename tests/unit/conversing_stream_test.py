@@ -7,7 +7,13 @@ import threading
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.envs import conversing, events, multi_turn, single_turn
+from jaxrl_post.envs import (
+  conversing,
+  events,
+  multi_turn,
+  renewal,
+  single_turn,
+)
 from jaxrl_post.envs import cut as cuts
 from jaxrl_post.sampling import fleet as fleets
 from jaxrl_post.sampling import server as servers
@@ -50,13 +56,33 @@ ENV = multi_turn.MultiTurn(
 )
 
 
-def made(setup, folder, *, lockstep=False, of=None, step=0):
+@dataclasses.dataclass(frozen=True)
+class Folds(Talks):
+  """The same, but what it says takes the place of all that was said."""
+
+  def step(self, state, text):
+    step = super().step(state, text)
+    return dataclasses.replace(step, replaces=step.messages is not None)
+
+
+FOLDS = dataclasses.replace(
+  ENV,
+  cfg=multi_turn.Conversation(
+    environment=Folds, workers=4, renewal=renewal.Renewal(max_rows=2)
+  ),
+  environment=Folds(),
+  render=lambda messages: tuple(ord(m["content"][0]) for m in messages),
+  max_prompt=4,
+)
+
+
+def made(setup, folder, *, lockstep=False, of=None, step=0, env=ENV):
   """Runs a stream of conversations; or goes on with one from a step."""
   options = {
-    "env": ENV,
+    "env": env,
     "engine": conversing.Conversing(
       streams.Engine(recompute=setup.in_flight == "recompute", finish="stop"),
-      ENV,
+      env,
       streams.data(setup.size).__getitem__,
       lockstep=lockstep,
     ),
@@ -97,11 +123,17 @@ def test_lag_0_trains_the_same_however_long_answers_take(tmp_path):
 
 
 @pytest.mark.parametrize("fixed", [True, False])
-def test_c95_a_resumed_run_of_lag_0_is_the_run_that_went_on(tmp_path, fixed):
+@pytest.mark.parametrize("env", [ENV, FOLDS], ids=["goes on", "begins anew"])
+def test_c95_a_resumed_run_of_lag_0_is_the_run_that_went_on(
+  tmp_path, fixed, env
+):
   setup = streams.Setup(max_lag=0, fixed=fixed, skips=(2,))
-  one = made(setup, tmp_path, lockstep=fixed)
+  one = made(setup, tmp_path, lockstep=fixed, env=env)
+  assert {len(c.segments) for _, c in completions(one.batches)} == (
+    {0, 1} if env is FOLDS else {0}
+  )
   for step in (1, 3):
-    rest = made(setup, tmp_path, lockstep=fixed, of=one, step=step)
+    rest = made(setup, tmp_path, lockstep=fixed, of=one, step=step, env=env)
     assert streams.repeated(rest.batches, one.batches[step:])
     assert rest.params == one.params
 
@@ -136,11 +168,12 @@ def test_half_made_conversations_are_neither_lost_nor_doubled(
     assert last.counters.generated >= len([*completions(batches)])
 
 
-def test_a_cut_comes_back_with_what_turns_earned(tmp_path):
+@pytest.mark.parametrize("env", [ENV, FOLDS], ids=["goes on", "begins anew"])
+def test_a_cut_comes_back_with_what_turns_earned(tmp_path, env):
   setup = streams.Setup(max_lag=2)
-  one = made(setup, tmp_path)
+  one = made(setup, tmp_path, env=env)
   kept = [
-    cuts.from_files(files, prompts=streams.data(), rollout=ENV.rollout)
+    cuts.from_files(files, prompts=streams.data(), rollout=env.rollout)
     for files in one.cuts.values()
   ]
   ended = [
@@ -149,7 +182,10 @@ def test_a_cut_comes_back_with_what_turns_earned(tmp_path):
     for group in cut.groups
     for completion in (*group.sampled, *(r.completion for r in group.scored))
   ]
-  assert ended and all(c.turns[-1].reward == 1.0 for c in ended)
+  whole = [c for c in ended if c.finish == "stop"]
+  assert whole and all(c.turns[-1].reward == 1.0 for c in whole)
+  assert env is FOLDS or whole == ended
+  assert any(c.segments for c in ended) == (env is FOLDS)
   for cut, files in zip(kept, one.cuts.values(), strict=True):
     assert cuts.to_files(cut) == files
   begun = [p for cut in kept for group in cut.groups for p in group.begun]

@@ -1,4 +1,4 @@
-"""What environments may return, and what of it ends a run."""
+"""What environments may return, what of it ends a run, and settings."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.envs import conversing, multi_turn
+from jaxrl_post.envs import conversations, conversing, multi_turn, schedule
 from tests.unit import conversing_test as single
 
 SAYS = {"role": "tool", "content": "1"}
@@ -104,3 +104,27 @@ def test_an_answer_that_comes_late_after_all_is_lost_no_more():
   while talks._desk._lost and time.monotonic() < end:
     threading.Event().wait(0.01)
   assert not talks._desk._lost
+
+
+def test_settings_out_of_range_are_refused():
+  wrong: list[dict] = [{"max_turns": 0}, {"workers": 0}, {"timeout_s": 0.0}]
+  for setting in wrong:
+    (name,) = setting
+    with pytest.raises(types.InputError, match=f"env.{name}: expected"):
+      multi_turn.Conversation(environment=single.Counts, **setting)
+  cfg = multi_turn.Conversation(environment=single.Counts)
+  stream = schedule.StreamConfig()
+  assert conversations.made(None, stream, 0) is None
+  assert conversations.made(cfg, stream, 3) == single.Counts()
+  fixed = schedule.StreamConfig(deterministic=True)
+  assert conversations.made(cfg, fixed, 0) == single.Counts()
+  with pytest.raises(types.InputError, match="got max_lag=1"):
+    conversations.made(cfg, fixed, 1)
+  with pytest.raises(types.InputError, match="stream.follow: expected none"):
+    conversations.made(cfg, schedule.StreamConfig(follow="events.jsonl"), 0)
+  with pytest.raises(types.InputError, match="env.timeout_s: expected less"):
+    conversations.made(cfg, schedule.StreamConfig(stall_s=cfg.timeout_s), 0)
+  nobody: Any = dict
+  none = multi_turn.Conversation(environment=nobody)
+  with pytest.raises(types.InputError, match="one that returns {}"):
+    conversations.made(none, stream, 0)

@@ -117,7 +117,9 @@ def test_lag_is_of_trained_tokens_and_the_head_is_the_first_of_a_row():
   versions = np.array([[0, 3, 4, 5], [0, 0, 5, 5], [9, 9, 9, 9]])
   mask = np.array([[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]], np.float32)
   rows = np.broadcast_to(np.arange(3)[:, None], (3, 4))
-  got = metrics.staleness(versions, mask, 5, sequence=rows)
+  got = metrics.staleness(
+    versions, mask, 5, sequence=rows, rollout_ids=np.arange(4)
+  )
   assert got == {
     "staleness/mean": (2 + 1 + 0 + 0) / 4,
     "staleness/max": 2,
@@ -125,9 +127,27 @@ def test_lag_is_of_trained_tokens_and_the_head_is_the_first_of_a_row():
   }
   # Two sequences in one row have a first token each.
   got = metrics.staleness(
-    versions[:1], mask[:1], 5, sequence=np.array([[0, 0, 1, 1]])
+    versions[:1],
+    mask[:1],
+    5,
+    sequence=np.array([[0, 0, 1, 1]]),
+    rollout_ids=np.arange(2),
   )
   assert got["staleness/head"] == (2 + 1) / 2
+
+
+def test_the_head_of_a_rollout_of_several_rows_is_in_its_first():
+  # Its second sequence, 1, lies in an earlier row than its first.
+  versions = np.array([[4, 5], [1, 3], [2, 2]])
+  sequence = np.array([[1, 1], [0, 0], [2, 2]])
+  got = metrics.staleness(
+    versions,
+    np.ones((3, 2), np.float32),
+    5,
+    sequence=sequence,
+    rollout_ids=np.array([0, 0, 2]),
+  )
+  assert got["staleness/head"] == (4 + 3) / 2
 
 
 def test_masked_tokens_are_a_share_of_those_that_were_sampled():
@@ -141,7 +161,9 @@ def test_masked_tokens_are_a_share_of_those_that_were_sampled():
 
 def test_a_batch_that_trains_nothing_has_no_lag():
   none = np.zeros((2, 3), int)
-  got = metrics.staleness(none, np.zeros((2, 3)), 1, sequence=none)
+  got = metrics.staleness(
+    none, np.zeros((2, 3)), 1, sequence=none, rollout_ids=none[0]
+  )
   assert all(math.isnan(value) for value in got.values())
 
 

@@ -65,6 +65,7 @@ def _scored(own):
     types.AdvantageInputs(
       rewards=jnp.ones(4),
       group_ids=jnp.zeros(4, jnp.int32),
+      rollout_ids=jnp.arange(4),
       sequence=rows.astype(jnp.int32),
       segment_ids=rows.astype(jnp.int32),
       loss_mask=rows,

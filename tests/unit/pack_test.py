@@ -231,7 +231,7 @@ def test_rollouts_of_a_row_have_their_prompt_once():
   asked = [rollout(i, (5, 6, 7), tokens) for i, tokens in enumerate(made)]
   layout = pack.Layout(rows=2, length=11, together=2, unit=2)
   batch = pack.pack([group(*asked), group(rollout(3, (5, 6), (1,)))], layout)
-  assert layout.rollouts == len(batch.rewards) == 4
+  assert layout.sequences == len(batch.rewards) == 4
   # Two of the group are a block, to which the third is added where it fits.
   assert batch.tokens[0].tolist() == [5, 6, 7, 8, 7, 9, 3, 7, 4, 0, 0]
   assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 3, 4, 2, 3, 0, 0]
@@ -267,7 +267,7 @@ def test_the_layout_makes_the_fewest_operations():
   }
   assert made.together == min(costs, key=costs.__getitem__) > 1
   assert (made.rows, made.length) == (64 // made.together, 63 + 65 * 4)
-  assert made.rollouts == 64
+  assert made.sequences == 64
   # Long completions behind a short prompt are better off alone.
   alone = pack.layout(64, 8, **{**asked, "max_prompt": 8, "max_tokens": 900})
   assert (alone.together, alone.rows, alone.length) == (1, 64, 908)
@@ -415,7 +415,7 @@ def test_c26_a_token_whose_sampler_is_not_known_is_refused(name):
 
 def test_too_many_rollouts_are_refused():
   crowd = [rollout(i, (5,), (7,)) for i in range(ROWS + 1)]
-  with pytest.raises(ValueError, match="at most 5 rollouts, got 6"):
+  with pytest.raises(ValueError, match="at most 5 sequences, got 6"):
     packed(group(*crowd))
   odd = [group(rollout(i, (i,) * 4, (7,) * 4)) for i in range(3)]
   layout = pack.Layout(rows=2, length=LENGTH, together=2, unit=2)

@@ -11,8 +11,21 @@ import tokenizers as hf_tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrl_post import types
-from jaxrl_post.data import dataset, pack, sources, tokenizer, tool_calls
-from jaxrl_post.envs import conversing, multi_turn, tools
+from jaxrl_post.data import (
+  dataset,
+  pack,
+  segments,
+  sources,
+  tokenizer,
+  tool_calls,
+)
+from jaxrl_post.envs import (
+  conversations,
+  conversing,
+  multi_turn,
+  renewal,
+  tools,
+)
 from jaxrl_post.models import decoder as model_lib
 from jaxrl_post.sampling import engine as engines
 from tests.reference import chat_templates
@@ -92,7 +105,7 @@ def made_of(name: str) -> tokenizer.Tokenizer:
   )
 
 
-def talked(name):
+def talked(name, renews=None):
   """Returns env, prompt and the conversations of a group."""
   tok = made_of(name)
   (end,) = tok.eos_ids
@@ -100,11 +113,16 @@ def talked(name):
     max_tokens=320, stop_ids=(end,), logit_bias=((end, 4.0),)
   )
   environment = Results(BETWEEN[name][0])
-  cfg = multi_turn.Conversation(environment=lambda: environment)
-  env = multi_turn.build(cfg, environment, 2, sampling, tok)
+  cfg = multi_turn.Conversation(environment=lambda: environment, renewal=renews)
+  env = conversations.build(
+    cfg, environment, 2, sampling, tok, max_prompt=_PROMPT
+  )
   assert isinstance(env, multi_turn.MultiTurn)
-  ids, text = tok.prompt_ids(({"role": "user", "content": "Hi"},))
-  prompt = types.Prompt(uid=3, tokens=ids, text=text, reference=None)
+  messages = ({"role": "user", "content": "Hi"},)
+  ids, text = tok.prompt_ids(messages)
+  prompt = types.Prompt(
+    uid=3, tokens=ids, text=text, reference=None, messages=messages
+  )
   engine = making.engine(
     _SAMPLING, max_prompt=_PROMPT, group=2, key=5, config=_CONFIG
   )
@@ -115,6 +133,47 @@ def talked(name):
     done += talks.step(making.params(_CONFIG), 7)
   assert not any(engine._rows)  # Nothing is held any more.
   return tok, env, prompt, sorted(done, key=lambda c: c.uid)
+
+
+def _scored(batches):
+  """Puts two batches of a row together; returns what the trainer says, too."""
+  rows = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+  logprobs, _ = _score(
+    making.params(_CONFIG),
+    tokens=rows.tokens,
+    positions=rows.positions,
+    segment_ids=rows.segment_ids,
+    temperature=np.ones(rows.tokens.shape, np.float32),
+  )
+  return rows, logprobs
+
+
+def test_c39_rows_that_begin_anew_are_scored_as_the_engine_sampled_them():
+  tok, env, prompt, done = talked(
+    "qwen3", renewal.Renewal(max_rows=3, retell=True)
+  )
+  batches = []
+  for made in done:
+    # Random bytes are no text: encoded again they are others, in a new prompt.
+    assert made.segments and set(made.versions) <= {7, -1}
+    rollout = dataclasses.replace(env.rollout(prompt, made), reward=1.0)
+    for row in segments.split(rollout):
+      text = tok.decode(row.prompt, skip_special=False)
+      assert text.count("<|im_start|>user") == 1 + text.count("<tool_response>")
+      assert text.endswith("<|im_start|>assistant\n")
+    group = types.Group(prompt=prompt, rollouts=(rollout,))
+    layout = pack.Layout(rows=3, length=_PROMPT + 321, alone=True)
+    batch = pack.pack([group], layout)
+    wide = {k: x for k, x in vars(batch).items() if getattr(x, "ndim", 0) == 2}
+    for row in range(1 + len(made.segments)):
+      own = {name: x[row : row + 1] for name, x in wide.items()}
+      batches.append(dataclasses.replace(batch, **own))
+  for pair in zip(batches, batches[1:], strict=False):
+    rows, logprobs = _scored(pair)
+    mask = rows.loss_mask > 0
+    np.testing.assert_allclose(
+      np.asarray(logprobs)[mask], rows.sampler_logprobs[mask], atol=1e-5
+    )
 
 
 # Two of them end and begin turns as qwen3 does.
@@ -149,14 +208,7 @@ def test_c39_the_trainer_sees_the_tokens_of_the_engine_and_scores_its_own(name):
     )
     for rollout in rollouts
   ]
-  rows = jax.tree.map(lambda *x: np.concatenate(x), *batches)
-  logprobs, _ = _score(
-    making.params(_CONFIG),
-    tokens=rows.tokens,
-    positions=rows.positions,
-    segment_ids=rows.segment_ids,
-    temperature=np.ones(rows.tokens.shape, np.float32),
-  )
+  rows, logprobs = _scored(batches)
   start = len(prompt.tokens)
   for row, made in enumerate(done):
     end = start + len(made.tokens)

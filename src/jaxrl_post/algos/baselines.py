@@ -1,7 +1,8 @@
 """Rewards to advantages.
 
-A baseline says what a rollout's reward is compared with. Rewards are one number
-a sequence, and what a critic or a teacher knows is one number a token.
+A baseline says what a rollout's reward is compared with. A rollout counts once,
+in however many sequences it trains, and all of them have its advantage. What a
+critic or a teacher knows is one number a token.
 """
 
 import dataclasses
@@ -195,19 +196,12 @@ def token_rewards(inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
   return at_end + _token_only(inputs)
 
 
-def sequence_rewards(inputs: types.AdvantageInputs) -> Float[Array, " N"]:
-  """Returns all that a sequence has earned, of any token; NaN where none."""
-  return earned(inputs.rewards, _token_only(inputs), inputs.sequence)
-
-
-def earned(
-  rewards: Float[Array, " N"],
-  tokens: Float[Array, "B T"],
-  sequence: Int[Array, "B T"],
-) -> Float[Array, " N"]:
-  """Returns the rewards of sequences and of their tokens; NaN where none."""
-  extra = sequences.scatter(tokens, sequence, rewards.shape[0])
-  return rewards + extra
+def _to_tokens(
+  scored: Float[Array, " N"], inputs: types.AdvantageInputs
+) -> Float[Array, "B T"]:
+  """Gives each token that trains what is its rollout's."""
+  found = sequences.gather(scored[inputs.rollout_ids], inputs.sequence)
+  return found * inputs.loss_mask
 
 
 def _token_only(inputs: types.AdvantageInputs) -> jax.Array:
@@ -231,16 +225,9 @@ class Group:
     losses.check_choice("algo.baseline.scale", self.scale, Scale)
 
   def advantages(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
-    """Returns the advantage of its rollout at each token.
-
-    Of several sequences of one rollout each counts with its own reward.
-    """
-    scored = group_advantages(
-      sequence_rewards(inputs),
-      inputs.group_ids,
-      scale=self.scale,
-    )
-    return sequences.gather(scored, inputs.sequence) * inputs.loss_mask
+    """Returns the advantage of its rollout at each token."""
+    made = sequences.rollouts(inputs, _token_only(inputs))
+    return _to_tokens(group_advantages(*made, scale=self.scale), inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,13 +238,9 @@ class LeaveOneOut:
 
   def advantages(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
     """Returns the advantage of its rollout at each token."""
-    scored = group_advantages(
-      sequence_rewards(inputs),
-      inputs.group_ids,
-      scale="none",
-      leave_one_out=True,
-    )
-    return sequences.gather(scored, inputs.sequence) * inputs.loss_mask
+    made = sequences.rollouts(inputs, _token_only(inputs))
+    scored = group_advantages(*made, scale="none", leave_one_out=True)
+    return _to_tokens(scored, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,12 +256,12 @@ class Batch:
 
   def advantages(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
     """Returns the advantage of its rollout at each token; 0 without reward."""
-    rewards = sequence_rewards(inputs)
+    rewards = sequences.rollouts(inputs, _token_only(inputs)).rewards
     valid = jnp.isfinite(rewards)
     scored = jnp.where(valid, rewards, 0.0)
     if self.whiten:
       scored = whiten(scored, valid.astype(jnp.float32))
-    return sequences.gather(scored, inputs.sequence) * inputs.loss_mask
+    return _to_tokens(scored, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,7 +275,7 @@ class Returns:
 
   gamma: float = 1.0
   group: bool = False
-  needs = frozenset[str]()
+  needs = frozenset({"one_row"})
 
   def __post_init__(self) -> None:
     _check_share("gamma", self.gamma)
@@ -300,7 +283,8 @@ class Returns:
   def advantages(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
     """Returns discounted rewards, whitened over the tokens of the step."""
     if self.group:
-      centred = group_advantages(inputs.rewards, inputs.group_ids, scale="none")
+      made = sequences.rollouts(inputs, jnp.zeros_like(inputs.loss_mask))
+      centred = group_advantages(*made, scale="none")[inputs.rollout_ids]
       inputs = dataclasses.replace(inputs, rewards=centred)
     mask, ids = inputs.loss_mask, inputs.segment_ids
     rewards = token_rewards(inputs)
@@ -334,7 +318,7 @@ class Critic:
   learning_rate: float = 1e-5
   clip: float | None = 0.2
   coef: float | None = None
-  needs = frozenset({"values"})
+  needs = frozenset({"values", "one_row"})
 
   def __post_init__(self) -> None:
     _check_share("gamma", self.gamma)
@@ -460,21 +444,26 @@ class Preference:
     0 where a prompt does not have two rollouts with different rewards.
     """
     assert inputs.reference_logprobs is not None
-    size, ids = inputs.rewards.shape[0], inputs.group_ids
+    size, own = inputs.rewards.shape[0], inputs.rollout_ids
     gap = losses.difference(
       inputs.old_logprobs, inputs.reference_logprobs, inputs.loss_mask
     )
-    moved = sequences.scatter(gap, inputs.sequence, size)
+
+    def total(x: jax.Array) -> jax.Array:
+      found = sequences.scatter(x, inputs.sequence, size)
+      return jax.ops.segment_sum(found, own, size)
+
+    moved = total(gap)
     # One that does not train leaves its partner alone.
-    trains = sequences.scatter(inputs.loss_mask, inputs.sequence, size) > 0
-    rewards = jnp.where(trains, sequence_rewards(inputs), jnp.nan)
+    rewards, ids = sequences.rollouts(inputs, _token_only(inputs))
+    rewards = jnp.where(total(inputs.loss_mask) > 0, rewards, jnp.nan)
     side = jnp.sign(group_advantages(rewards, ids, scale="none"))
     valid = jnp.isfinite(rewards).astype(jnp.float32)
     pair = jax.ops.segment_sum(valid, ids, size)[ids] == 2.0
     side = jnp.where(pair, side, 0.0)
     apart = jax.ops.segment_sum(side * moved, ids, size)[ids]
     weight = 2.0 * self.beta * jax.nn.sigmoid(-self.beta * apart) * side
-    return sequences.gather(weight, inputs.sequence) * inputs.loss_mask
+    return _to_tokens(weight, inputs)
 
 
 def _check_share(name: str, value: float) -> None:

@@ -73,7 +73,15 @@ Proximal: TypeAlias = Literal["recomputed", "sampler", "loglinear"]
 
 # What a step provides, see `Objective.needs`; to a critic also "values".
 _PROVIDED = frozenset(
-  {"reference", "old", "single_update", "pairs", "teacher", "candidates"}
+  {
+    "reference",
+    "old",
+    "single_update",
+    "pairs",
+    "teacher",
+    "candidates",
+    "one_row",
+  }
 )
 
 
@@ -227,9 +235,10 @@ class Objective:
       Of "reference" (log-probabilities of a reference policy), "old" (those of
       the weights before the update, as a pass of its own before it), "start"
       (the same, if the batch has several updates), "single_update" (one update
-      a batch), "pairs" (two rollouts of each prompt), "teacher" (a reference
-      that is not the policy's own past), "candidates" (its most probable tokens
-      in each place), "values" (a critic's).
+      a batch), "pairs" (two rollouts of each prompt), "one_row" (each rollout
+      in one row, as what follows a token counts), "teacher" (a reference that
+      is not the policy's own past), "candidates" (its most probable tokens in
+      each place), "values" (a critic's).
     """
     needs = set(self.baseline.needs)
     if isinstance(self.region, divergence.TopK):

@@ -1,10 +1,13 @@
 """Sums over sequences, of which a row of a batch may hold several."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from jaxrl_post import types
 
 
 def total(
@@ -71,3 +74,37 @@ def scatter(
 ) -> Float[Array, " N"]:
   """Adds up the tokens of each sequence into a table of `num` of them."""
   return jnp.zeros(num, x.dtype).at[sequence].add(x, mode="drop")
+
+
+class Rollouts(NamedTuple):
+  """The rollouts of a step, each once: entry i is that of rollout id i.
+
+  Attributes:
+    rewards: what each has earned, of any token too; NaN where there is none.
+    group_ids: of each; 0 where there is none.
+  """
+
+  rewards: Float[Array, " N"]
+  group_ids: Int[Array, " N"]
+
+
+def rollouts(
+  inputs: types.Batch | types.AdvantageInputs, tokens: Float[Array, "B T"]
+) -> Rollouts:
+  """Returns the rollouts of a step, whose sequences each have the reward.
+
+  Args:
+    inputs: of the step.
+    tokens: what single ones have earned, of any sequence of a rollout.
+  """
+  ids, num = inputs.rollout_ids, inputs.rewards.shape[0]
+  valid = jnp.isfinite(inputs.rewards)
+  found = jnp.where(valid, inputs.rewards, -jnp.inf)
+  found = jax.ops.segment_max(found, ids, num)
+  of_each = scatter(tokens, inputs.sequence, num)
+  extra = jax.ops.segment_sum(of_each, ids, num)
+  groups = jnp.where(valid, inputs.group_ids, 0)
+  groups = jnp.maximum(jax.ops.segment_max(groups, ids, num), 0)
+  return Rollouts(
+    jnp.where(jnp.isfinite(found), found, jnp.nan) + extra, groups
+  )

@@ -1,6 +1,7 @@
 """Groups of rollouts to the arrays of one optimizer step."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl_post import types
+from jaxrl_post.data import segments
 
 
 @types.host_record
@@ -19,7 +21,7 @@ class Layout:
     rows: B.
     length: T.
     together: rollouts of one prompt that a row has room for, however long they
-      are; each `rows` x `together` rollouts are a batch.
+      are; each `rows` x `together` sequences are a batch.
     microbatches: M, of each minibatch.
     minibatches: K, with M divides B. The k-th has rows k, k + K, ..., and of
       these its m-th microbatch m, m + M, ...
@@ -52,8 +54,8 @@ class Layout:
       )
 
   @property
-  def rollouts(self) -> int:
-    """N, the most rollouts of a batch."""
+  def sequences(self) -> int:
+    """N, the most sequences of a batch: a rollout has one, or several."""
     return self.rows * self.together
 
 
@@ -75,6 +77,7 @@ def layout(
   length_parts: int = 1,
   alone: bool = False,
   routing: jax.ShapeDtypeStruct | None = None,
+  most_rows: int = 1,
 ) -> Layout:
   """Decides how many rollouts of a prompt share it in a row.
 
@@ -94,6 +97,9 @@ def layout(
     length_parts: likewise, by positions.
     alone: whether each rollout has a row of its own.
     routing: see `Layout`.
+    most_rows: of a rollout whose conversation may begin anew. With several
+      there is room for so many of each, and none is made for those of others
+      in a row, since few have its prompt.
 
   Returns:
     A layout for so many rollouts. Rows divide evenly over all parts, unless
@@ -116,11 +122,11 @@ def layout(
     n
     for n in range(2, unit + 1)
     if not unit % n and not rollouts % (n * parts) and length(n) <= _LONGEST
-    if not alone
+    if not alone and most_rows == 1
   ]
   best = min([1, *fit], key=cost)
   return Layout(
-    rows=rollouts // best,
+    rows=rollouts * most_rows // best,
     length=length(best),
     together=best,
     microbatches=microbatches,
@@ -146,9 +152,9 @@ class _Block:
 
 
 class _Piece(NamedTuple):
-  """Tokens of a rollout that lie side by side."""
+  """Tokens of a sequence that lie side by side."""
 
-  number: int  # of the rollout
+  number: int  # of the sequence
   owner: int  # the same, or N if the piece is of several
   begin: int  # in the rollout, and `end`
   end: int
@@ -166,12 +172,13 @@ def pack(
 ) -> types.Batch:
   """Lays out rollouts in rows of a fixed length, as many in one as fit.
 
-  Minibatches get `layout.unit` rollouts of a group at a time. Of these, up to
-  `layout.together` with the same prompt are a block. The largest blocks of a
-  minibatch come first, each into the first row that has their prompt
-  already and room for them, or else the first that has room. In a row, rollouts
-  with the same prompt have its tokens once. Rows that are in use fill one
-  microbatch after the other: those at the end may be empty, which costs the
+  A rollout is one sequence, or several, see `segments`. Minibatches get
+  `layout.unit` rollouts of a group at a time, with all their sequences. Of
+  these, up to `layout.together` with the same prompt are a block. The largest
+  blocks of a minibatch come first, each into the first row that has their
+  prompt already and room for them, or else the first that has room. In a row,
+  sequences with the same prompt have its tokens once. Rows that are in use fill
+  one microbatch after the other: those at the end may be empty, which costs the
   trainer nothing.
 
   Args:
@@ -187,21 +194,28 @@ def pack(
     0 on those of version -1, as of a tool; with `mask_stale_tokens` also 0
     on those that an older version sampled than the newest of their rollout,
     which stay as context and keep log-probability and version. The reward of a
-    turn is at its last token, or at the next one with mask 1. The last
-    token of a rollout, which no engine has read, has routing -1. Sequences are
-    numbered in the order of the groups, and a row has its tokens without gaps;
-    where no token is, there is neither segment nor mask, and numbers beyond the
-    last sequence have no reward. Minibatches have equally many units, give or
-    take one.
+    turn is at its last token, or at the rollout's next one with mask 1. The
+    last token of a rollout, which no engine has read, has routing -1. Each
+    sequence has the reward of its rollout. They are numbered in the order of
+    the groups, those of a rollout as they were made, and a row has its tokens
+    without gaps; where no token is, there is neither segment nor mask, and
+    numbers beyond the last sequence have no reward. Minibatches have equally
+    many units, give or take one.
   """
-  found = [(i, r) for i, group in enumerate(groups) for r in group.rollouts]
-  rollouts = [r for _, r in found]
-  if len(found) > layout.rollouts:
+  parts = [
+    part
+    for number, group in enumerate(groups)
+    for rollout in group.rollouts
+    for part in segments.parts(number, rollout, newest_only=mask_stale_tokens)
+  ]
+  rollouts = [part.rollout for part in parts]
+  found = [(part.group, part.rollout) for part in parts]
+  if len(found) > layout.sequences:
     raise ValueError(
-      f"pack: expected at most {layout.rollouts} rollouts, got {len(found)}"
+      f"pack: expected at most {layout.sequences} sequences, got {len(found)}"
     )
   for rollout in rollouts:
-    _check(rollout, layout)
+    _check_routing(rollout, layout)
   pieces = list(_pieces(found, layout))
   sizes = np.array([p.end - p.begin for p in pieces], int)
   batch = _empty(layout)
@@ -216,17 +230,15 @@ def pack(
   batch["segment_ids"][target] = each([p.segment for p in pieces])
   batch["prefix_ids"][target] = each([p.prefix for p in pieces])
   batch["positions"][target] = each([p.begin for p in pieces]) + offset
-  earned = [_earned(r.completion, mask_stale_tokens) for r in rollouts]
+  earned = [part.earned for part in parts]
   for name, values in _tokens(pieces, rollouts, earned).items():
     batch[name][target] = values
   if layout.routing is not None:
     _route(batch["routing"], pieces, rollouts)
   sampled = batch["policy_versions"] >= 0
   if mask_stale_tokens:
-    newest = np.full(layout.rollouts + 1, -1)
-    newest[: len(found)] = [
-      max(r.completion.versions, default=-1) for r in rollouts
-    ]
+    newest = np.full(layout.sequences + 1, -1)
+    newest[: len(found)] = [part.newest for part in parts]
     sampled &= batch["policy_versions"] == newest[batch["sequence"]]
   batch["loss_mask"] = sampled.astype(np.float32)
   first: dict[int, int] = {}
@@ -258,8 +270,9 @@ def trained(
   if not equal:
     ids, turns = np.asarray(batch.group_ids), np.zeros(len(valid) + 1, "f")
     paid = np.asarray(batch.turn_rewards) * np.asarray(batch.loss_mask)
-    np.add.at(turns, np.asarray(batch.sequence), paid)
-    rewards = np.asarray(batch.rewards) + turns[:-1]
+    whole = np.append(np.asarray(batch.rollout_ids), len(valid))
+    np.add.at(turns, whole[np.asarray(batch.sequence)], paid)
+    rewards = np.asarray(batch.rewards) + turns[whole[:-1]]
     top, low = np.full(len(ids), -np.inf), np.full(len(ids), np.inf)
     np.maximum.at(top, ids[valid], rewards[valid])
     np.minimum.at(low, ids[valid], rewards[valid])
@@ -294,18 +307,19 @@ def _pieces(
       )
     for place, families in enumerate(rows):
       row = _row(place, layout) * layout.minibatches + part
-      yield from _row_pieces(families, rollouts, row, layout.rollouts)
+      yield from _row_pieces(families, rollouts, row, layout.sequences)
 
 
 def _units(
   found: Sequence[tuple[int, types.Rollout]], size: int
 ) -> list[list[int]]:
-  """Returns the rollouts that share a minibatch, by number."""
-  members: dict[int, list[int]] = {}
-  for number, (group, _) in enumerate(found):
-    members.setdefault(group, []).append(number)
+  """Returns what shares a minibatch: `size` rollouts of a group, by number."""
+  members: dict[int, dict[int, list[int]]] = {}
+  for number, (group, rollout) in enumerate(found):
+    mine = members.setdefault(group, {})
+    mine.setdefault(rollout.completion.uid, []).append(number)
   return [
-    mine[begin : begin + size]
+    list(itertools.chain(*[*mine.values()][begin : begin + size]))
     for mine in members.values()
     for begin in range(0, len(mine), size)
   ]
@@ -381,17 +395,11 @@ def _size(rollout: types.Rollout) -> int:
   return len(rollout.prompt.tokens) + len(rollout.completion.tokens)
 
 
-def _check(rollout: types.Rollout, layout: Layout) -> None:
-  """Refuses a completion of which something is not known for each token."""
-  made = rollout.completion
-  for name in ("logprobs", "versions"):
-    if len(getattr(made, name)) != len(made.tokens):
-      raise ValueError(
-        f"pack: rollout {made.uid}: expected {name} of each of its "
-        f"{len(made.tokens)} tokens, got {len(getattr(made, name))}"
-      )
+def _check_routing(rollout: types.Rollout, layout: Layout) -> None:
+  """Refuses a completion whose experts are not known where they are asked."""
   if layout.routing is None:
     return
+  made = rollout.completion
   shape = (_size(rollout) - 1, *layout.routing.shape)
   if made.routing is None or made.routing.shape != shape:
     got = None if made.routing is None else made.routing.shape
@@ -410,7 +418,7 @@ def _row(place: int, layout: Layout) -> int:
 
 def _empty(layout: Layout) -> dict[str, Any]:
   """Returns the fields of a batch of nothing."""
-  num = layout.rollouts
+  num = layout.sequences
 
   def tokens(value: float, dtype: Any = np.float32, *each: int) -> np.ndarray:
     return np.full((layout.rows, layout.length, *each), value, dtype)
@@ -477,18 +485,3 @@ def _route(
     assert routing is not None, "refused by _check"
     part = routing[piece.begin : piece.end]
     batch[piece.row, piece.at : piece.at + len(part)] = part
-
-
-def _earned(made: types.Completion, newest_only: bool) -> list[float]:
-  """Returns what each token has earned: a turn's reward is at its last one.
-
-  Where that does not train, at the next that does, or else the last: no reward
-  is lost.
-  """
-  earned = [0.0] * len(made.tokens)
-  least = max(made.versions, default=0) if newest_only else 0
-  trained = [i for i, v in enumerate(made.versions) if v >= least]
-  for turn in made.turns:
-    later = (i for i in trained if i >= turn.end - 1)
-    earned[next(later, trained[-1])] += turn.reward
-  return earned

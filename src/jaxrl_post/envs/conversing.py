@@ -158,9 +158,11 @@ class Conversing:
     """
     self._engine, self._env, self._prompts = engine, env, prompts
     self._lockstep = lockstep
+    # By the uid under which the engine samples the newest row.
     self._talks: dict[int, multi_turn.Talk] = {}
     self._desk = _Desk(env.cfg.workers, env.cfg.timeout_s)
     self._warned = False
+    self._over: list[int] = []  # Rows that nothing more comes of.
     self.seats: Sequence[types.Seat] = ()
 
   @property
@@ -202,7 +204,7 @@ class Conversing:
       InputError: what the environment raised.
       RunError: likewise; or too many answers hang.
     """
-    ended, self.seats = [], ()
+    ended, self.seats, self._over = [], (), []
     samples = self._engine.busy
     if samples:
       made = self._engine.step(params, version, launched) or ()
@@ -214,7 +216,7 @@ class Conversing:
     for call in calls:
       done = self._go_on(call)
       ended += [] if done is None else [done]
-    self._engine.release([completion.uid for completion in ended])
+    self._engine.release(self._over)
     return ended
 
   def partials(self) -> tuple[types.Partial, ...]:
@@ -240,8 +242,9 @@ class Conversing:
     talk = self._talks[made.uid]
     if made.finish == "length":
       del self._talks[made.uid]
+      self._over.append(made.uid)
       last = types.Turn(end=len(made.tokens), whole=False)
-      return dataclasses.replace(made, turns=(*talk.turns, last))
+      return self._env.ended(talk, made, last)
     self._desk.ask(_Call(made, functools.partial(self._env.ask, talk, made)))
     return None
 
@@ -262,8 +265,12 @@ class Conversing:
     answer = call.answer or self._excuse(call, talk)
     after = self._env.answered(talk, call.made, answer)
     if isinstance(after, types.Completion):
+      self._over.append(uid)
       return after
-    self._talks[uid] = after
+    (again,) = after.request.uids
+    if again != uid:
+      self._over.append(uid)
+    self._talks[again] = after
     self._engine.add(after.request)
     return None
 

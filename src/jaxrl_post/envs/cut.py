@@ -241,6 +241,9 @@ def _completion(data: Mapping[str, Any], pieces: _Pieces) -> types.Completion:
     finish=data["finish"],
     turns=tuple(types.Turn(**turn) for turn in data["turns"]),
     routing=pieces.routing(data.get("routing")),
+    segments=tuple(
+      (int(begin), tuple(prompt)) for begin, prompt in data.get("segments", ())
+    ),
   )
 
 
@@ -251,6 +254,8 @@ def _shape(part: types.Partial | types.Completion) -> dict[str, Any]:
 def _ended(completion: types.Completion) -> dict[str, Any]:
   turns = [dataclasses.asdict(turn) for turn in completion.turns]
   ended = {**_shape(completion), "finish": completion.finish, "turns": turns}
+  if completion.segments:
+    ended["segments"] = completion.segments
   if completion.routing is not None:
     ended["routing"] = completion.routing.shape
   return ended

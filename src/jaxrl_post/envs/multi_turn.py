@@ -2,7 +2,9 @@
 
 The tokens of all turns, and between them those of what the environment said,
 are one completion of one prompt; the latter have version -1 and never train.
-Nothing that the policy sampled is ever read as text and encoded again.
+Nothing that the policy sampled is ever read as text and encoded again to train:
+where a conversation begins anew, with what is left of it as a prompt, what was
+sampled before is a row of its own.
 """
 
 import dataclasses
@@ -14,14 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from jaxrl_post import types
-from jaxrl_post.data import tokenizer as tokenizers
-from jaxrl_post.envs import schedule, single_turn
+from jaxrl_post.data import segments
+from jaxrl_post.envs import renewal as renewals
+from jaxrl_post.envs import single_turn
 from jaxrl_post.rewards import combine
 
 # What an environment says: `role` and `content`, as a chat template takes them.
 Message: TypeAlias = Mapping[str, Any]
 # Messages, and whether the turn before them has its end token, to their ids.
 Encode: TypeAlias = Callable[[Sequence[Message], bool], tuple[int, ...]]
+# All messages of a conversation to the ids of a prompt.
+Render: TypeAlias = Callable[[Sequence[Message]], tuple[int, ...]]
 
 
 @types.host_record
@@ -31,6 +36,9 @@ class Step:
   Attributes:
     state: of the conversation from now on; whatever the environment likes.
     messages: what it says; None ends the conversation.
+    replaces: whether `messages` are all of the conversation from now on, turns
+      of the policy included, in the place of what there was; for
+      `env.renewal`.
     reward: for the turn, beside the reward of the rollout; finite, within
       `combine.LARGEST`.
     calls: of tools that the policy asked for in it.
@@ -39,6 +47,7 @@ class Step:
 
   state: Any = None
   messages: tuple[Message, ...] | None = None
+  replaces: bool = False
   reward: float = 0.0
   calls: int = 0
   errors: int = 0
@@ -90,12 +99,14 @@ class Conversation:
       all tokens of a conversation, those of the environment too.
     workers: most answers in the making at a time, each in a thread.
     timeout_s: longest time for an answer; then the policy is told so.
+    renewal: how conversations may begin anew; None has them go on only.
   """
 
   environment: Callable[[], Environment]
   max_turns: int = 4
   workers: int = 16
   timeout_s: float = 10.0
+  renewal: renewals.Renewal | None = None
 
   def __post_init__(self) -> None:
     for name, least in (("max_turns", 1), ("workers", 1)):
@@ -109,6 +120,16 @@ class Conversation:
         f"env.timeout_s: expected > 0 seconds, got {self.timeout_s}. Correct "
         "the value."
       )
+    if self.most_rows > self.max_turns:
+      raise types.InputError(
+        f"env.renewal.max_rows: expected at most env.max_turns = "
+        f"{self.max_turns}, got {self.most_rows}. Lower it."
+      )
+
+  @property
+  def most_rows(self) -> int:
+    """Most training rows of a conversation."""
+    return 1 if self.renewal is None else self.renewal.max_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +142,16 @@ class MultiTurn:
     environment: whom the policy talks to.
     encode: what the environment says to ids, the beginning of the policy's
       next turn included.
+    render: all of a conversation to ids, likewise; None if none begins anew.
+    max_prompt: longest prompt of one that does, in tokens.
   """
 
   single: single_turn.SingleTurn
   cfg: Conversation
   environment: Environment
   encode: Encode
+  render: Render | None = None
+  max_prompt: int = 0
 
   @property
   def group_size(self) -> int:
@@ -153,13 +178,21 @@ class MultiTurn:
 
     Returns:
       A rollout whose `text` is the policy's last turn, and whose
-      `conversation` is all of it, with what the environment said.
+      `conversation` is all of it, with what the environment said, and with the
+      new prompts where it began anew.
     """
     made = self.single.rollout(prompt, completion)
+    begin = segments.begin_of_newest(completion)
+    tokens, decode = completion.tokens, self.single.decode
+    first, *rest = segments.split(made)
+    shown = [decode(tokens[: first.end]) if rest else made.text]
+    for number, row in enumerate(rest, 2):
+      text = decode((*row.prompt, *tokens[row.begin : row.end]))
+      shown.append(f"--- row {number} ---\n{text}")
     return dataclasses.replace(
       made,
-      text=self.said(completion.tokens, completion.versions),
-      conversation=made.text,
+      text=self.said(tokens[begin:], completion.versions[begin:]),
+      conversation="\n".join(shown),
     )
 
   def said(self, tokens: Sequence[int], versions: Sequence[int]) -> str:
@@ -174,7 +207,12 @@ class MultiTurn:
 
   def begin(self, prompt: types.Prompt, request: types.Request) -> "Talk":
     """Returns a conversation in which nobody has said anything."""
-    return Talk(request=request, state=self.environment.reset(prompt), turns=())
+    return Talk(
+      request=request,
+      state=self.environment.reset(prompt),
+      turns=(),
+      history=renewals.begun(prompt) if self._retells else (),
+    )
 
   def ask(self, talk: "Talk", made: types.Completion) -> "Answer":
     """Has the environment answer a turn; may take long.
@@ -188,7 +226,7 @@ class MultiTurn:
     """
     text = self.said(made.tokens, made.versions)
     step = checked(self.environment.step(talk.state, text))
-    return self._encoded(made, step)
+    return self._encoded(talk, made, step)
 
   def excuse(
     self, talk: "Talk", made: types.Completion, reason: str, *, late: bool
@@ -207,11 +245,19 @@ class MultiTurn:
     step = checked(self.environment.failed(talk.state, reason))
     calls, errors = max(step.calls, 1), max(step.errors, 1)
     step = dataclasses.replace(step, calls=calls, errors=errors)
-    return dataclasses.replace(self._encoded(made, step), late=late)
+    return dataclasses.replace(self._encoded(talk, made, step), late=late)
 
-  def _encoded(self, made: types.Completion, step: Step) -> "Answer":
+  @property
+  def _retells(self) -> bool:
+    return self.cfg.renewal is not None and self.cfg.renewal.retell
+
+  def _encoded(
+    self, talk: "Talk", made: types.Completion, step: Step
+  ) -> "Answer":
     if step.messages is None:
       return Answer(step=step)
+    if step.replaces or self._retells:
+      return self._retold(talk, made, step, step.messages)
     ended = made.tokens[-1] in self.sampling.stop_ids
     said = self.encode(step.messages, ended)
     if not said:
@@ -219,6 +265,45 @@ class MultiTurn:
         f"env: expected messages of at least one token, got {step.messages}"
       )
     return Answer(step=step, said=said)
+
+  def _retold(
+    self,
+    talk: "Talk",
+    made: types.Completion,
+    step: Step,
+    messages: tuple[Message, ...],
+  ) -> "Answer":
+    """Encodes all of a conversation; what only goes on goes on."""
+    if self.render is None:
+      raise types.RunError(
+        "env.environment: expected messages that follow the others without "
+        "env.renewal, got a step that replaces them all. Set env.renewal."
+      )
+    if not step.replaces:
+      text = self.said(made.tokens, made.versions)
+      own = {"role": "assistant", "content": text}
+      messages = (*talk.history, own, *messages)
+    history = messages if self._retells else ()
+    prompt = self.render(messages)
+    so_far = (*talk.request.prompt, *made.tokens)
+    said = prompt[len(so_far) :]
+    if said and prompt[: len(so_far)] == so_far:
+      return Answer(step=step, said=said, history=history)
+    return Answer(step=step, prompt=prompt, history=history)
+
+  def ended(
+    self, talk: "Talk", made: types.Completion, turn: types.Turn
+  ) -> types.Completion:
+    """Returns a conversation that ends with a turn.
+
+    Args:
+      talk: before the turn.
+      made: the completion up to the end of the turn, of the newest row.
+      turn: that row's, with `end` counted in it.
+    """
+    whole = segments.joined(talk.before, made)
+    last = dataclasses.replace(turn, end=len(whole.tokens))
+    return dataclasses.replace(whole, turns=(*talk.turns, last))
 
   def answered(
     self, talk: "Talk", made: types.Completion, answer: "Answer"
@@ -232,8 +317,8 @@ class MultiTurn:
 
     Returns:
       The conversation with its next request; or all of it if it has ended, by
-      the environment or because no turn or no token is left, in which case
-      `finish` is "length" and nothing is said any more.
+      the environment or because no turn, no token or no row is left, in which
+      case `finish` is "length" and nothing is said any more.
     """
     step, said = answer.step, answer.said
     turn = types.Turn(
@@ -243,20 +328,39 @@ class MultiTurn:
       errors=step.errors,
       timeouts=int(answer.late),
     )
-    turns = (*talk.turns, turn)
-    whole = dataclasses.replace(made, turns=turns)
+    whole = self.ended(talk, made, turn)
     if step.messages is None:
       return whole
     limit = dataclasses.replace(whole, finish="length")
-    if len(turns) >= self.cfg.max_turns:
+    if len(whole.turns) >= self.cfg.max_turns:
       return limit
+    talk = dataclasses.replace(
+      talk, state=step.state, turns=whole.turns, history=answer.history
+    )
+    if answer.prompt:
+      number = len(whole.segments) + 1
+      if number >= self.cfg.most_rows or len(answer.prompt) > self.max_prompt:
+        return limit
+      return self._anew(talk, whole, answer.prompt)
     if len(made.tokens) + len(said) >= talk.request.sampling.max_tokens:
       return limit
-    return Talk(
-      request=self._next(talk.request, made, said, len(turns)),
-      state=step.state,
-      turns=turns,
+    request = self._next(talk.request, made, said, len(talk.turns))
+    return dataclasses.replace(talk, request=request)
+
+  def _anew(
+    self, talk: "Talk", whole: types.Completion, prompt: tuple[int, ...]
+  ) -> "Talk":
+    """Asks for a turn behind a prompt of its own, in the next row."""
+    begun = (*whole.segments, (len(whole.tokens), prompt))
+    request = dataclasses.replace(
+      talk.request,
+      prompt=prompt,
+      uids=(renewals.name(whole.uid, len(begun)),),
+      begun=(),
+      hold=len(talk.turns) + 1 < self.cfg.max_turns,
     )
+    before = dataclasses.replace(whole, segments=begun)
+    return dataclasses.replace(talk, request=request, before=before)
 
   def _next(
     self,
@@ -288,8 +392,9 @@ def checked(step: Any) -> Step:
 
   Raises:
     RunError: it is no step, its reward is not finite or beyond
-      `combine.LARGEST`, its counts are no whole numbers from 0 on, or its
-      messages are not some with a role and a content of text.
+      `combine.LARGEST`, its counts are no whole numbers from 0 on, its
+      messages are not some with a role and a content of text, or there are none
+      to replace others.
   """
   if not isinstance(step, Step):
     raise _refused("a multi_turn.Step", step)
@@ -305,6 +410,8 @@ def checked(step: Any) -> Step:
     if not isinstance(messages, list | tuple) or not all(map(_says, messages)):
       raise _refused("messages with a role and a content of text", messages)
     messages = tuple(messages)
+  if step.replaces not in (False, True) or (step.replaces and not messages):
+    raise _refused("replaces of true or false, true with messages", step)
   return dataclasses.replace(
     step,
     messages=messages,
@@ -327,75 +434,6 @@ def _refused(rule: str, value: Any) -> types.RunError:
   )
 
 
-def made(
-  cfg: Conversation | None, stream: schedule.StreamConfig, max_lag: int
-) -> Environment | None:
-  """Makes the environment of a run; None without one.
-
-  Args:
-    cfg: how conversations go; None is one turn.
-    stream: how generation runs beside training.
-    max_lag: of the run.
-
-  Raises:
-    InputError: it is none; or the stream is one that answers, which take
-      whatever time, do not allow.
-  """
-  if cfg is None:
-    return None
-  if stream.follow:
-    raise types.InputError(
-      "stream.follow: expected none with env, whose answers come when they "
-      f"come and are no events, got {stream.follow}. Leave it out."
-    )
-  if stream.deterministic and max_lag:
-    raise types.InputError(
-      "stream.deterministic: expected max_lag=0 with env, as conversations "
-      "that a checkpoint breaks begin anew with newer weights, got "
-      f"max_lag={max_lag}. Set max_lag=0."
-    )
-  if cfg.timeout_s >= stream.stall_s:
-    raise types.InputError(
-      f"env.timeout_s: expected less than stream.stall_s = {stream.stall_s:g}, "
-      f"got {cfg.timeout_s:g}: an answer would pass for a stall. Lower it."
-    )
-  environment = cfg.environment()
-  if not isinstance(environment, Environment):
-    raise types.InputError(
-      "env.environment: expected a function that returns what has schemas, "
-      f"reset, step and failed, got one that returns {environment!r}. Correct "
-      "it."
-    )
-  return environment
-
-
-def build(
-  cfg: Conversation | None,
-  environment: Environment | None,
-  group_size: int,
-  sampling: types.SamplingParams,
-  tokenizer: tokenizers.Tokenizer,
-) -> "single_turn.SingleTurn | MultiTurn":
-  """Returns how prompts are asked.
-
-  Args:
-    cfg: how conversations go; None is one turn.
-    environment: from `made`.
-    group_size: rollouts of each prompt.
-    sampling: how each is sampled.
-    tokenizer: of the run.
-  """
-  single = single_turn.SingleTurn(group_size, sampling, tokenizer.decode)
-  if cfg is None or environment is None:
-    return single
-  schemas = tuple(environment.schemas)
-
-  def encode(messages: Sequence[Message], ended: bool) -> tuple[int, ...]:
-    return tokenizer.continuation(messages, tools=schemas, ended=ended)
-
-  return MultiTurn(single, cfg, environment, encode)
-
-
 @types.host_record
 class Talk:
   """A conversation under way.
@@ -404,11 +442,16 @@ class Talk:
     request: that asks, or asked, for the turn.
     state: of the environment, before that turn.
     turns: those that were answered.
+    before: what was made in rows before this one, which is the newest of its
+      segments; None in the first.
+    history: all messages so far, if they are told anew for each turn.
   """
 
   request: types.Request
   state: Any
   turns: tuple[types.Turn, ...]
+  before: types.Completion | None = None
+  history: tuple[Message, ...] = ()
 
 
 @types.host_record
@@ -418,10 +461,14 @@ class Answer:
   Attributes:
     step: of the environment.
     said: its messages as ids, up to where the policy's next turn begins; empty
-      if the conversation ends.
+      if the conversation ends or begins anew.
+    prompt: all of the conversation as ids, if it begins anew.
+    history: see `Talk`, from now on.
     late: whether it stands for one that took too long.
   """
 
   step: Step
   said: tuple[int, ...] = ()
+  prompt: tuple[int, ...] = ()
+  history: tuple[Message, ...] = ()
   late: bool = False

@@ -34,7 +34,7 @@ def bare(groups: list[types.Group] | None) -> list[types.Group] | None:
 
 
 def _bare(prompt: types.Prompt) -> types.Prompt:
-  return dataclasses.replace(prompt, reference=None, text="")
+  return dataclasses.replace(prompt, reference=None, text="", messages=())
 
 
 class Follower:

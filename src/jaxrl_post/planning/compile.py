@@ -246,7 +246,7 @@ def _lowered(
     cfg=cfg.sampling,
     max_prompt=cfg.data.max_prompt,
   ).items()
-  sizes = (layout.rollouts,), (layout.rows, layout.length)
+  sizes = (layout.sequences,), (layout.rows, layout.length)
   rows = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
       (*sizes[min(x.ndim, 2) - 1], *x.shape[2:]), x.dtype

@@ -248,6 +248,10 @@ def setting(tree: Mapping[str, Any], devices: int) -> Setting:
         _refuse(
           f"stream.{name}", f"{wanted}, which alone is simulated", stream[name]
         )
+    renewal = (tree.get("env") or {}).get("renewal")
+    if renewal is not None:
+      rule = "none, as a rollout of one row alone is simulated"
+      _refuse("env.renewal.max_rows", rule, renewal["max_rows"])
     place = _placement(tree["placement"])
     share = mesh.shares(place, devices)
     return Setting(

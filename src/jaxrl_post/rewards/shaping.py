@@ -5,6 +5,7 @@ do not read the reference. A configuration gives what they need:
 `functools.partial(shaping.overlong, most=1024, margin=256)`.
 """
 
+import bisect
 import itertools
 from typing import Any
 
@@ -19,8 +20,8 @@ def overlong(
   Args:
     rollout: what was answered.
     reference: not read.
-    most: longest completion that is allowed, in tokens of the policy;
-      `sampling.max_tokens`.
+    most: longest completion that is allowed, in tokens of the policy, of all
+      rows of a rollout; `sampling.max_tokens`, which is the limit of each.
     margin: tokens below it over which the penalty falls from 0 to -1.
 
   Returns:
@@ -64,10 +65,14 @@ def repetition(
       f"reward repetition: expected size >= 1, got {size}. 3 to 5 is usual."
     )
   made = rollout.completion
-  pairs = zip(made.tokens, made.versions, strict=True)
+  begins = [begin for begin, _ in made.segments]
   number, different = 0, 0
-  for own, stretch in itertools.groupby(pairs, lambda pair: pair[1] >= 0):
-    tokens = tuple(token for token, _ in stretch) if own else ()
+
+  def turn(place: int) -> tuple[bool, int]:
+    return made.versions[place] >= 0, bisect.bisect(begins, place)
+
+  for (own, _), stretch in itertools.groupby(range(len(made.tokens)), turn):
+    tokens = tuple(made.tokens[place] for place in stretch) if own else ()
     runs = [tokens[i : i + size] for i in range(len(tokens) - size + 1)]
     number, different = number + len(runs), different + len(set(runs))
   return different / number - 1.0 if number else 0.0

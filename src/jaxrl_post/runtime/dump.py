@@ -10,7 +10,9 @@ files are plain JSON and NumPy, without pickle:
   `rollouts`, each with `uid`, `text`, `reward` (null when there is none),
   `parts` (numbers by name), `failure`, `finish` ("stop" or "length"),
   `temperature`, `num_tokens` and `offset` into the arrays; of a conversation
-  with an environment `conversation` (text) and `turns`, see `types.Turn`.
+  with an environment `conversation` (text) and `turns`, see `types.Turn`; of
+  one that began anew `segments`, each a place in its tokens, and the ids of the
+  prompt that stands before those from there on.
 `arrays.npz`: what the tokens have, end to end:
   `tokens` int32, `logprobs` float32 in nats, `versions` int32, all of the
   completions; `offsets` int64, where each completion begins, and their end;
@@ -310,7 +312,12 @@ def _turns(rollout: types.Rollout) -> dict[str, Any]:
   turns = [dataclasses.asdict(turn) for turn in rollout.completion.turns]
   if not turns:
     return {}
-  return {"conversation": rollout.conversation, "turns": turns}
+  begun = rollout.completion.segments
+  return {
+    "conversation": rollout.conversation,
+    "turns": turns,
+    **({"segments": begun} if begun else {}),
+  }
 
 
 def _read_group(
@@ -341,6 +348,9 @@ def _read_rollout(
     versions=tuple(arrays["versions"][span].tolist()),
     finish=line["finish"],
     turns=tuple(types.Turn(**turn) for turn in line.get("turns", ())),
+    segments=tuple(
+      (begin, tuple(prompt)) for begin, prompt in line.get("segments", ())
+    ),
   )
   reward = line["reward"]
   return types.Rollout(

@@ -177,12 +177,14 @@ def _group_text(step: int, group: types.Group) -> str:
 def _about(rollout: types.Rollout) -> list[str]:
   completion = rollout.completion
   versions = sorted({*completion.versions} - {-1})
+  begun = len(completion.segments)
   span = f"{versions[0]} to {versions[-1]}" if versions else "none"
   facts = [
     f"uid {completion.uid}",
     f"reward {rollout.earned:g}",
     *(f"{name} {value:g}" for name, value in sorted(rollout.parts.items())),
     f"{len(completion.tokens)} tokens",
+    *([f"{1 + begun} rows"] if begun else []),
     completion.finish,
     f"versions {span}",
   ]

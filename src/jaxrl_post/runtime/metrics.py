@@ -92,12 +92,14 @@ def conversations(
     Under `env/`, over all rollouts: `turns_mean` and `turns_max`, turns of the
     policy; `tool_calls`, mean a rollout; `tool_errors` and `tool_timeouts`, how
     many of the calls failed, and of these took too long; `truncated_turns` and
-    `truncated_tokens`, the shares that ended because no turn, or no token, was
-    left; `observation_tokens`, mean of what the environment said;
-    `turn_reward`, mean of the sums of what turns earned.
+    `truncated_tokens`, the shares that ended because no turn, or no token (or
+    row, or room for a new prompt), was left; `observation_tokens`, mean of what
+    the environment said; `turn_reward`, mean of the sums of what turns earned;
+    `rows_mean` and `rows_max`, training rows.
   """
   made = [r.completion for group in groups for r in group.rollouts]
   counts = [len(c.turns) for c in made]
+  rows = [1 + len(c.segments) for c in made]
   turns = [turn for c in made for turn in c.turns]
   ends = [c.turns[-1] for c in made if c.turns and c.finish == "length"]
   # The last turn that there may be, which the policy ended itself.
@@ -119,6 +121,8 @@ def conversations(
     "env/turn_reward": _over(
       np.mean, [sum(turn.reward for turn in c.turns) for c in made]
     ),
+    "env/rows_mean": _over(np.mean, rows),
+    "env/rows_max": _over(np.max, rows),
   }
 
 
@@ -128,6 +132,7 @@ def staleness(
   version: int,
   *,
   sequence: Int[np.ndarray, "B T"],
+  rollout_ids: Int[np.ndarray, " N"],
 ) -> dict[str, float]:
   """Measures the lag of the tokens of one batch.
 
@@ -135,17 +140,21 @@ def staleness(
     policy_versions: version that sampled each token.
     loss_mask: 1 on tokens that train.
     version: the trainer's version when the batch's first update begins.
-    sequence: of which each token is; those without a trained one do not count.
+    sequence: of which each token is; those of a rollout as they were made.
+    rollout_ids: of which each sequence is; those without a trained token do not
+      count.
 
   Returns:
     `staleness/mean` and `staleness/max` over trained tokens;
-    `staleness/head`, the mean over sequences of the lag of the first of them.
+    `staleness/head`, the mean over rollouts of the lag of the first of them.
   """
   mask = np.asarray(loss_mask) > 0
   lag = version - np.asarray(policy_versions)
-  # Tokens of a sequence lie in order: the first that is found comes first.
-  _, first = np.unique(sequence[mask], return_index=True)
-  heads = lag[mask][first]
+  # Tokens of a sequence lie in order: the first that is found comes first, of
+  # rollouts in their first sequence.
+  own, first = np.unique(sequence[mask], return_index=True)
+  _, heads = np.unique(rollout_ids[own], return_index=True)
+  heads = lag[mask][first[heads]]
   return {
     "staleness/mean": _over(np.mean, lag[mask]),
     "staleness/max": _over(np.max, lag[mask]),

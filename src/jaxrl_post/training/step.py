@@ -101,8 +101,9 @@ def score(
   valid = jnp.isfinite(batch.rewards)
   if algo.mask_equal:
     turns = batch.turn_rewards * batch.loss_mask
-    rewards = baselines.earned(batch.rewards, turns, batch.sequence)
-    valid = valid & baselines.differ(rewards, batch.group_ids, valid)
+    made = sequences.rollouts(batch, turns)
+    apart = baselines.differ(*made, jnp.isfinite(made.rewards))
+    valid = valid & apart[batch.rollout_ids]
   if algo.mask_truncated:
     valid = valid & ~batch.truncated
   valid = sequences.gather(valid.astype(jnp.float32), batch.sequence)
@@ -135,6 +136,7 @@ def score(
   inputs = types.AdvantageInputs(
     rewards=batch.rewards,
     group_ids=batch.group_ids,
+    rollout_ids=batch.rollout_ids,
     sequence=batch.sequence,
     segment_ids=batch.segment_ids,
     loss_mask=batch.loss_mask,
