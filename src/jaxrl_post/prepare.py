@@ -87,6 +87,12 @@ def prepare(cfg: config.Run) -> Parts:
   Raises:
     InputError: what the configuration names is missing, or does not fit.
   """
+  if cfg.data.curriculum is not None and cfg.stream.filter_zero_signal:
+    raise types.InputError(
+      "stream.filter_zero_signal: expected false with data.curriculum, as a "
+      "level that is solved altogether would train nothing, and so never rise, "
+      "got true. Leave one of them out."
+    )
   shaped = model(cfg)
   shape = shaped.config
   if cfg.model.path is not None:

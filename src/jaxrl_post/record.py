@@ -10,7 +10,7 @@ import numpy as np
 from absl import logging
 
 from jaxrl_post import config, types
-from jaxrl_post.data import pack
+from jaxrl_post.data import curriculum, pack
 from jaxrl_post.envs import replay, stream, together
 from jaxrl_post.runtime import (
   clock,
@@ -232,6 +232,7 @@ class Recorder:
       }
     return {
       **pool,
+      **curriculum.metrics(counts.levels),
       "ledger/admitted": float(book.admitted),
       "ledger/outstanding": float(len(book.outstanding)),
       "ledger/trained": float(book.trained.groups),

@@ -164,7 +164,10 @@ def histogram(values: Sequence[int]) -> list[str]:
 def _shares(
   console: rich.console.Console, cfg: config.Run, train: prompt_sets.Prompts
 ) -> None:
-  """Shows how often a run asks its prompts; of a mixture each source's."""
+  """Shows how often a run asks its prompts; of a mixture each source's.
+
+  Of tasks with levels it shows the prompts of each: what is asked is theirs.
+  """
   draws = min(cfg.num_steps * cfg.groups_per_step, len(train))
   console.print(
     f"the run asks {draws} of them: {draws / train.size:.2f} epochs, if none "
@@ -180,6 +183,11 @@ def _shares(
         f"  source {i}, {kind}: {size} prompts, {share:.1%} of the draws, "
         f"{draws * share / size:.2f} epochs"
       )
+  if train.ladder is not None:
+    for (task, level), size in zip(
+      train.ladder.parts, train.sizes, strict=True
+    ):
+      console.print(f"  {task}, level {level}: {size} prompts")
   console.print()
 
 
@@ -213,6 +221,8 @@ def _prompt(
   """Shows a draw."""
   item = data.train.items[data.train.place(uid)]
   title = f"draw {uid}: example {item.uid}, {len(item.tokens)} tokens"
+  if data.train.ladder is not None:
+    title += ", {}, level {}".format(*data.train.ladder.at(uid))
   console.rule(_plain(title, _TITLE), align="left")
   given = prompt_sets.with_system(
     examples[item.uid].prompt, item.uid, cfg.data.system

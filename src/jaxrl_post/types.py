@@ -362,12 +362,14 @@ class Partial:
     tokens: the ids so far; may be empty.
     logprobs: of each token, as in `Completion`.
     versions: policy version that made each token; -1 where none did.
+    talk: a `restore.Kept` past the sampling of a first turn; None else.
   """
 
   uid: int
   tokens: tuple[int, ...]
   logprobs: tuple[float, ...]
   versions: tuple[int, ...]
+  talk: Any = None
 
 
 @host_record

@@ -46,6 +46,16 @@ class Talks:
     return multi_turn.Step(state=(state[0], state[1] + 1), messages=(message,))
 
 
+class Restores(Talks):
+  """The same, and its conversations go on after a restart."""
+
+  def save(self, state):
+    return state[1]
+
+  def restore(self, prompt, saved):
+    return prompt.uid, saved
+
+
 ENV = multi_turn.MultiTurn(
   single_turn.SingleTurn(
     streams.GROUP, types.SamplingParams(max_tokens=64), lambda ids: ""
@@ -76,9 +86,12 @@ FOLDS = dataclasses.replace(
 )
 
 
-def made(setup, folder, *, lockstep=False, of=None, step=0, env=ENV):
+RESTORES = dataclasses.replace(ENV, environment=Restores())
+
+
+def made(setup, folder, *, lockstep=False, of=None, step=0, env=ENV, **options):
   """Runs a stream of conversations; or goes on with one from a step."""
-  options = {
+  options |= {
     "env": env,
     "engine": conversing.Conversing(
       streams.Engine(recompute=setup.in_flight == "recompute", finish="stop"),
@@ -123,7 +136,11 @@ def test_lag_0_trains_the_same_however_long_answers_take(tmp_path):
 
 
 @pytest.mark.parametrize("fixed", [True, False])
-@pytest.mark.parametrize("env", [ENV, FOLDS], ids=["goes on", "begins anew"])
+@pytest.mark.parametrize(
+  "env",
+  [ENV, RESTORES, FOLDS],
+  ids=["anew", "goes on", "folds"],
+)
 def test_c95_a_resumed_run_of_lag_0_is_the_run_that_went_on(
   tmp_path, fixed, env
 ):
@@ -138,17 +155,21 @@ def test_c95_a_resumed_run_of_lag_0_is_the_run_that_went_on(
     assert rest.params == one.params
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute", "drain"])
+@pytest.mark.parametrize(
+  ("in_flight", "env"),
+  [("keep", ENV), ("recompute", RESTORES), ("drain", RESTORES)],
+  ids=["keep", "recompute", "drain"],
+)
 def test_half_made_conversations_are_neither_lost_nor_doubled(
-  tmp_path, in_flight
+  tmp_path, in_flight, env
 ):
   setup = streams.Setup(max_lag=2, in_flight=in_flight, filtered=True)
-  one = made(setup, tmp_path)
+  one = made(setup, tmp_path, env=env)
   if in_flight == "drain":  # One that goes on may have begun with others.
     for _, completion in completions(one.batches):
       assert len({*completion.versions} - {-1}) == 1
   for step in (1, 2, 5):
-    rest = made(setup, tmp_path, of=one, step=step)
+    rest = made(setup, tmp_path, of=one, step=step, env=env)
     batches = one.batches[:step] + rest.batches
     assert len(batches) == streams.STEPS
     text = (tmp_path / f"from-{step}" / events.NAME).read_text()
@@ -166,6 +187,31 @@ def test_half_made_conversations_are_neither_lost_nor_doubled(
       versions += own
     assert last.ledger.trained.tokens == len(versions)
     assert last.counters.generated >= len([*completions(batches)])
+
+
+@pytest.mark.parametrize("max_lag", [1, 3])
+def test_c95_conversations_of_a_cut_go_on_as_if_it_had_not_been(
+  tmp_path, max_lag
+):
+  setup = streams.Setup(max_lag=max_lag, fixed=True, in_flight="recompute")
+  options = {"env": RESTORES, "lockstep": True, "score": streams.by_index}
+  one, later = made(setup, tmp_path, **options), 0
+  for step in (1, 2, 3):
+    cut = cuts.from_files(
+      one.cuts[step], prompts=streams.data(), rollout=RESTORES.rollout
+    )
+    rest = made(setup, tmp_path, of=one, step=step, **options)
+    assert streams.repeated(rest.batches, one.batches[step:])
+    done = {c.uid: c for _, c in completions(rest.batches)}
+    for begun in (p for group in cut.groups for p in group.begun):
+      completion, count = done[begun.uid], len(begun.tokens)
+      assert completion.tokens[:count] == begun.tokens
+      assert completion.logprobs[:count] == begun.logprobs
+      assert completion.versions[:count] == begun.versions
+      turns = begun.talk.turns if begun.talk else ()
+      assert completion.turns[: len(turns)] == turns
+      later += len(turns) > 0
+  assert later > 0
 
 
 @pytest.mark.parametrize("env", [ENV, FOLDS], ids=["goes on", "begins anew"])

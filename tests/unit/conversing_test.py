@@ -417,26 +417,6 @@ def test_in_lockstep_no_block_is_made_while_an_answer_is_open():
   assert found[0] == found[1]
 
 
-def test_only_first_turns_are_kept_and_go_on():
-  env, engine = env_of(Counts(), group=1), Engine()
-  talks = conversing.Conversing(engine, env, PROMPTS.__getitem__, lockstep=True)
-  talks.add(env.request(PROMPTS[0]))
-  talks.step(None, 0)
-  talks.add(env.request(PROMPTS[1]))
-  assert [p.uid for p in engine.partials()] == [0, 1]
-  (kept,) = talks.partials()
-  assert kept.uid == 1
-  again = conversing.Conversing(
-    Engine(), env, PROMPTS.__getitem__, lockstep=True
-  )
-  request = dataclasses.replace(env.request(PROMPTS[1]), begun=(kept,))
-  again.add(request)
-  done = []
-  while again.busy:
-    done += again.step(None, 7) or ()
-  assert done[0].versions[:4] == (0, 7, 7, 7) and len(done[0].turns) == 3
-
-
 def test_an_evaluation_talks_in_rounds_and_comes_back_in_order():
   env, rounds = env_of(Counts(), group=1), []
 

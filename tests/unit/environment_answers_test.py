@@ -128,3 +128,6 @@ def test_settings_out_of_range_are_refused():
   none = multi_turn.Conversation(environment=nobody)
   with pytest.raises(types.InputError, match="one that returns {}"):
     conversations.made(none, stream, 0)
+  half = type("Half", (single.Counts,), {"save": lambda self, state: state})
+  with pytest.raises(types.InputError, match="both save and restore"):
+    conversations.made(multi_turn.Conversation(environment=half), stream, 0)

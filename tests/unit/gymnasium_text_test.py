@@ -1,12 +1,13 @@
 """Environments with Gymnasium's interface, played again for each turn."""
 
 import dataclasses
+import json
 import random
 
 import pytest
 
 from jaxrl_post import types
-from jaxrl_post.envs import gymnasium_text, multi_turn
+from jaxrl_post.envs import gymnasium_text, multi_turn, restore
 
 
 class Number:
@@ -57,6 +58,19 @@ def test_a_game_is_played_to_its_end():
   assert made == multi_turn.Step(reward=float(wanted <= 4))
 
 
+def test_a_game_goes_on_from_what_was_saved_and_plays_nothing_for_it():
+  env = gymnasium_text.GymnasiumText(Number, action=int)
+  assert isinstance(env, restore.Restorable)
+  asked = prompt(env, 7)
+  state = env.step(env.reset(asked), "0").state
+  state = env.step(state, "no number").state  # Told, and not played again.
+  saved = json.loads(json.dumps(env.save(state)))
+  before = Number.closed
+  again = env.restore(asked, saved)
+  assert again == state and Number.closed == before
+  assert env.step(again, "9") == env.step(state, "9")
+
+
 def test_the_limit_of_an_environment_ends_it_too():
   env = gymnasium_text.GymnasiumText(Number, action=lambda text: 10)
   state = env.reset(prompt(env, 3))
@@ -83,7 +97,7 @@ def test_an_environment_that_is_over_sooner_the_next_time_is_refused():
       return "", {}
 
   env = gymnasium_text.GymnasiumText(Hasty, action=int)
-  state = dataclasses.replace(env.reset(prompt(env, 0)), actions=(1, 1, 1, 1))
+  state = dataclasses.replace(env.reset(prompt(env, 0)), said=("1",) * 4)
   with pytest.raises(
     types.InputError, match=r"env.environment: .* over sooner"
   ):

@@ -12,7 +12,13 @@ import pytest
 import rich.console
 
 from jaxrl_post import config, prepare, show, types
-from jaxrl_post.data import dataset, difficulty, mixture, sources
+from jaxrl_post.data import (
+  curriculum,
+  dataset,
+  difficulty,
+  mixture,
+  sources,
+)
 from jaxrl_post.envs import multi_turn
 from jaxrl_post.runtime import log
 from tests.e2e import runs
@@ -82,6 +88,31 @@ def test_lengths_copies_leaks_and_what_was_dropped_are_counted(folder):
   assert "4 are copies of another" in text
   assert "source 0, Generated: 4 prompts, 75.0% of the draws" in text
   assert "source 1, Generated: 4 prompts, 25.0% of the draws" in text
+
+
+def test_the_prompts_of_a_curriculum_are_shown_by_level(folder):
+  run = chat(folder, train=curriculum.Tasks((Halves(),)))
+  climb = curriculum.Curriculum()
+  run = dataclasses.replace(
+    run, data=dataclasses.replace(run.data, curriculum=climb)
+  )
+  text = show.prompts(run)
+  assert "  asked, level 0: 3 prompts\n  asked, level 1: 1 prompts" in text
+  assert re.search(r"draw 1: example 3, \d+ tokens, asked, level 1 ", text)
+  run = config.override(run, ["stream.filter_zero_signal=true"])
+  with pytest.raises(types.InputError, match="expected false with data.curr"):
+    show.prompts(run)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+  """Two levels of the same examples."""
+
+  name = "asked"
+
+  def levels(self):
+    made = [asked(i) for i in range(4)]
+    return made[:3], made[3:]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post import types
+from jaxrl_post.envs import conversing, multi_turn, single_turn
 from jaxrl_post.sampling import engine as engines
 from jaxrl_post.sampling import fleet as fleets
 from jaxrl_post.sampling import rows as rows_lib
@@ -410,3 +411,81 @@ def test_more_words_than_a_completion_may_have_are_the_users_mistake():
   first = _run(engine, [_request((10,))])[10]
   with pytest.raises(types.InputError, match="goes on from of at most 8"):
     engine.check(_request((10,), [_answered(first)], max_tokens=_TURN))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pays:
+  """Answers two turns and pays for the third; a `restore.Restorable`."""
+
+  asked: list = dataclasses.field(default_factory=list)
+  schemas = ()
+
+  def reset(self, prompt):
+    return 0
+
+  def step(self, state, text):
+    self.asked.append(state)
+    if state == 2:
+      return multi_turn.Step(reward=float(len(text)))
+    message = {"role": "tool", "content": text}
+    return multi_turn.Step(state=state + 1, messages=(message,), reward=0.5)
+
+  def failed(self, state, reason):
+    raise AssertionError(reason)
+
+  def save(self, state):
+    return state
+
+  def restore(self, prompt, saved):
+    return saved
+
+
+def _talking(env, begun=(), done=()):
+  """Returns conversations about one prompt, of an engine of its own.
+
+  They go on from those that had begun, without those that had ended.
+  """
+  sampling = types.SamplingParams(
+    max_tokens=_MOST, stop_ids=(1, 2, 3, 5, 8, 13, 21)
+  )
+  talks = multi_turn.MultiTurn(
+    single_turn.SingleTurn(2, sampling, _text(making.CONFIG)),
+    multi_turn.Conversation(environment=lambda: env, max_turns=_TURNS),
+    env,
+    lambda messages, ended: _SAID,
+  )
+  prompt = types.Prompt(uid=5, tokens=_PROMPT, text="", reference=None)
+  engine = conversing.Conversing(
+    _engine(), talks, lambda uid: prompt, lockstep=True
+  )
+  request = talks.request(prompt)
+  left = tuple(uid for uid in request.uids if uid not in done)
+  engine.add(dataclasses.replace(request, uids=left, begun=begun))
+  return engine
+
+
+def test_c95_killed_in_any_turn_a_conversation_ends_as_if_it_had_not_been():
+  def on(talks, blocks):
+    done = {}
+    while talks.busy and blocks:
+      done |= {c.uid: c for c in talks.step(_params(), 0) or ()}
+      blocks -= 1
+    return done
+
+  env = _Pays()
+  whole = on(_talking(env), 99)
+  assert {len(made.turns) for made in whole.values()} == {_TURNS}
+  assert len(env.asked) == 2 * _TURNS
+  seen = set()
+  for blocks in range(1, 99):
+    first, rest = _Pays(), _Pays()
+    talks = _talking(first)
+    done = on(talks, blocks)
+    begun = talks.partials()
+    if not begun:
+      break
+    seen |= {len(p.talk.turns) for p in begun if p.talk is not None}
+    assert done | on(_talking(rest, begun, done), 99) == whole
+    # No turn that was answered is answered again.
+    assert sorted(first.asked + rest.asked) == sorted(env.asked)
+  assert seen == {1, 2}

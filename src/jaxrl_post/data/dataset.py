@@ -8,6 +8,7 @@ from typing import Any
 from absl import logging
 
 from jaxrl_post import types
+from jaxrl_post.data import curriculum as curricula
 from jaxrl_post.data import difficulty, prompts, sources, tokenizer
 
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
@@ -54,6 +55,8 @@ class Data:
     epochs: passes over the training prompts; None never ends.
     pool: passes over the draws of prompts that are always or never solved; None
       asks them all.
+    curriculum: asks each task of a `curriculum.Tasks` at a level that follows
+      what was solved; None asks all levels alike.
   """
 
   train: sources.Source
@@ -64,6 +67,7 @@ class Data:
   max_prompt: int = 64
   epochs: int | None = None
   pool: difficulty.Pool | None = None
+  curriculum: curricula.Curriculum | None = None
 
   def __post_init__(self) -> None:
     several = sources.Source | Sets | None
@@ -81,12 +85,26 @@ class Data:
       raise types.InputError(
         "data: expected one of tokenizer and alphabet, got both. Drop one."
       )
+    if self.curriculum is not None:
+      self._check_levels()
     least = 0 if self.pool is None else self.pool.results
     if self.epochs is not None and self.epochs <= least:
       raise types.InputError(
         f"data.epochs: expected more than the {least} of data.pool.results, or "
         f"none, got {self.epochs}: no prompt would be passed over. Leave the "
         "pool out, or raise it."
+      )
+
+  def _check_levels(self) -> None:
+    if not isinstance(self.train, curricula.Tasks):
+      raise types.InputError(
+        "data.curriculum: expected data.train to be a curriculum.Tasks, whose "
+        f"tasks have levels, got {type(self.train).__name__}. Leave it out."
+      )
+    if self.pool is not None:
+      raise types.InputError(
+        "data.curriculum: expected no data.pool beside it, which would pass "
+        f"over draws of a level, got {self.pool}. Choose one."
       )
 
 
@@ -179,6 +197,7 @@ def load(
     epochs=cfg.epochs,
     system=cfg.system,
     pool=cfg.pool,
+    curriculum=cfg.curriculum,
   )
   held_out = {
     name: prompts.load(

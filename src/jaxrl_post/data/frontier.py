@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl_post import types
-from jaxrl_post.data import difficulty
+from jaxrl_post.data import curriculum, difficulty
 
 
 @types.host_record
@@ -21,11 +21,13 @@ class Frontier:
     first: smallest unfinished uid; all below it are finished.
     done: finished uids above `first`.
     evidence: what finished groups say about their items, if there is a pool.
+    levels: what they say about their tasks, if there is a curriculum.
   """
 
   first: int = 0
   done: frozenset[int] = frozenset()
   evidence: difficulty.Evidence = difficulty.Evidence()
+  levels: curriculum.Evidence = curriculum.Evidence()
 
   def __post_init__(self) -> None:
     if self.first < 0 or any(uid <= self.first for uid in self.done):
@@ -72,6 +74,7 @@ def to_json(frontier: Frontier) -> dict[str, Any]:
     "first": frontier.first,
     "done": sorted(frontier.done),
     "evidence": difficulty.to_json(frontier.evidence),
+    "levels": curriculum.to_json(frontier.levels),
   }
 
 
@@ -89,13 +92,15 @@ def from_json(data: Mapping[str, Any]) -> Frontier:
       "first": int(first),
       "done": [*done],
       "evidence": evidence,
+      "levels": levels,
     } if all(isinstance(uid, int) for uid in done):
       return Frontier(
         first=first,
         done=frozenset(done),
         evidence=difficulty.from_json(evidence),
+        levels=curriculum.from_json(levels),
       )
   raise types.RunError(
-    "frontier: expected {'first': int, 'done': [int], 'evidence': ...}, got "
-    f"{data!r}. Resume from another checkpoint."
+    "frontier: expected {'first': int, 'done': [int], 'evidence': ..., "
+    f"'levels': ...}}, got {data!r}. Resume from another checkpoint."
   )

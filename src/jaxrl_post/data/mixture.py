@@ -128,10 +128,44 @@ def order(
     types.InputError: the weights have too many digits to be kept exactly.
   """
   counts = _whole(sizes if weights is None else weights)
-  pattern = _pattern(counts)
+  return laid_out(_pattern(counts), sizes, seed=seed, epochs=epochs)
+
+
+def pattern(weights: Sequence[float]) -> np.ndarray:
+  """Lays out sources by weights, so that no count is off its share by one.
+
+  Args:
+    weights: as in `Mixture`.
+
+  Returns:
+    The source of each of some draws, after which it repeats: each as often as
+    its weight says, exactly.
+
+  Raises:
+    types.InputError: the weights have too many digits to be kept exactly.
+  """
+  return _pattern(_whole(weights))
+
+
+def laid_out(
+  pattern: np.ndarray, sizes: Sequence[int], *, seed: int, epochs: int | None
+) -> Order:
+  """Sets the order of draws whose sources are known.
+
+  Args:
+    pattern: the source of each draw, which repeats behind its end.
+    sizes: items of each source; their places follow each other.
+    seed: of the order within each source.
+    epochs: passes over a source; None never ends.
+
+  Returns:
+    Draws that end before the first one that would begin a further pass of any
+    source.
+  """
+  counts = np.bincount(pattern, minlength=len(sizes))
   rank = np.empty_like(pattern)
   length = sys.maxsize
-  for i, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+  for i, (size, count) in enumerate(zip(sizes, counts.tolist(), strict=True)):
     where = np.flatnonzero(pattern == i)
     rank[where] = np.arange(count)
     if epochs is not None:
@@ -147,7 +181,7 @@ def order(
   return Order(
     pattern=pattern,
     rank=rank,
-    counts=np.asarray(counts),
+    counts=counts,
     first=tuple(sum(sizes[:i]) for i in range(len(sizes))),
     passes=passes,
     length=length,

@@ -13,6 +13,7 @@ import grain
 from absl import logging
 
 from jaxrl_post import types
+from jaxrl_post.data import curriculum as curricula
 from jaxrl_post.data import difficulty, mixture, sources
 
 
@@ -36,9 +37,10 @@ class Prompts:
     order: place of the item that the uid-th draw takes.
     dropped: examples left out because they were too long.
     digest: SHA-256 over ids and references; tells other data on resume.
-    sizes: items of each source of a mixture, in the order of `items`; of one
-      source all of them.
+    sizes: items of each source of a mixture, or of each level of each task, in
+      the order of `items`; of one source all of them.
     pool: when an item's draws are passed over; None never.
+    ladder: the levels of tasks; None without a curriculum.
   """
 
   items: tuple[types.Prompt, ...]
@@ -47,6 +49,7 @@ class Prompts:
   digest: str
   sizes: tuple[int, ...]
   pool: difficulty.Pool | None = None
+  ladder: curricula.Ladder | None = None
 
   @property
   def size(self) -> int:
@@ -87,6 +90,7 @@ def load(
   shuffle: bool = True,
   system: str | None = None,
   pool: difficulty.Pool | None = None,
+  curriculum: curricula.Curriculum | None = None,
 ) -> Prompts:
   """Reads a source, encodes it and sets the order of the run.
 
@@ -101,6 +105,8 @@ def load(
       weights; False keeps the source's order, for evaluation.
     system: a system message put before every prompt.
     pool: when an item's draws are passed over; kept for who draws.
+    curriculum: when the tasks of a `curriculum.Tasks` change their level; the
+      draws are then those of `curriculum.ladder`.
 
   Returns:
     Prompts in which each epoch holds every kept item exactly once; of a mixture
@@ -112,8 +118,7 @@ def load(
       when no prompt of a source is short enough.
   """
   _check(max_tokens=max_tokens, seed=seed, epochs=epochs)
-  mixed = source if isinstance(source, mixture.Mixture) else None
-  parts = (source.load(),) if mixed is None else mixed.parts()
+  names, parts = _parts(source, curriculum)
   encoded: list[types.Prompt] = []
   sizes = []
   for part in parts:
@@ -131,8 +136,12 @@ def load(
       len(encoded),
       max_tokens,
     )
-  if shuffle and mixed is not None:
-    order = mixture.order(sizes, mixed.weights, seed=seed, epochs=epochs)
+  ladder = None
+  if curriculum is not None and isinstance(source, curricula.Tasks):
+    ladder = curricula.ladder(curriculum, names, source.weights)
+    order = mixture.laid_out(ladder.pattern, sizes, seed=seed, epochs=epochs)
+  elif shuffle and isinstance(source, mixture.Mixture):
+    order = mixture.order(sizes, source.weights, seed=seed, epochs=epochs)
   else:
     order = grain.MapDataset.source(range(len(kept))).seed(seed)
     order = (order.shuffle() if shuffle else order).repeat(epochs)
@@ -143,7 +152,20 @@ def load(
     digest=_digest(kept, sizes),
     sizes=tuple(sizes),
     pool=pool,
+    ladder=ladder,
   )
+
+
+def _parts(
+  source: sources.Source, curriculum: curricula.Curriculum | None
+) -> tuple[Sequence[str], Sequence[Sequence[types.Example]]]:
+  """Returns examples by source, or by level with the task of each."""
+  if curriculum is not None and isinstance(source, curricula.Tasks):
+    names, parts = zip(*source.parts(), strict=True)
+    return names, parts
+  if isinstance(source, mixture.Mixture):
+    return (), source.parts()
+  return (), (source.load(),)
 
 
 def _count_kept(encoded: Sequence[types.Prompt], max_tokens: int) -> int:

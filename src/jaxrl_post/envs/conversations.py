@@ -35,7 +35,7 @@ def made(
   if stream.deterministic and max_lag:
     raise types.InputError(
       "stream.deterministic: expected max_lag=0 with env, as conversations "
-      "that a checkpoint breaks begin anew with newer weights, got "
+      "that a checkpoint breaks may begin anew with newer weights, got "
       f"max_lag={max_lag}. Set max_lag=0."
     )
   if cfg.timeout_s >= stream.stall_s:
@@ -55,6 +55,11 @@ def made(
       "env.environment: expected a function that returns what has schemas, "
       f"reset, step and failed, got one that returns {environment!r}. Correct "
       "it."
+    )
+  if hasattr(environment, "save") != hasattr(environment, "restore"):
+    raise types.InputError(
+      "env.environment: expected both save and restore, or neither, got one of "
+      f"them in {environment!r}. Write the other, too."
     )
   return environment
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jaxrl_post import types
-from jaxrl_post.envs import multi_turn, work
+from jaxrl_post.envs import multi_turn, restore, work
 from jaxrl_post.rewards import combine
 
 # Longest wait for an answer, while nothing is sampled, before a look at others.
@@ -160,6 +160,7 @@ class Conversing:
     self._lockstep = lockstep
     # By the uid under which the engine samples the newest row.
     self._talks: dict[int, multi_turn.Talk] = {}
+    self._asked: dict[int, types.Completion] = {}
     self._desk = _Desk(env.cfg.workers, env.cfg.timeout_s)
     self._warned = False
     self._over: list[int] = []  # Rows that nothing more comes of.
@@ -181,12 +182,41 @@ class Conversing:
     return bool(self._talks)
 
   def add(self, request: types.Request) -> None:
-    """Queues a group, whose begun completions are in their first turn."""
+    """Queues a group; begun conversations go on where `partials` had them."""
     prompt = self._prompts(self._env.owner(request.uids[0]))
     request = dataclasses.replace(request, hold=self._env.cfg.max_turns > 1)
-    for uid in request.uids:
+    for partial in request.begun:
+      if partial.talk is not None:
+        self._resume(prompt, request, partial)
+    left = tuple(uid for uid in request.uids if uid not in self._talks)
+    if not left:
+      return
+    first = tuple(p for p in request.begun if p.talk is None)
+    request = dataclasses.replace(request, uids=left, begun=first)
+    for uid in left:
       self._talks[uid] = self._env.begin(prompt, request)
     self._engine.add(request)
+
+  def _resume(
+    self, prompt: types.Prompt, request: types.Request, begun: types.Partial
+  ) -> None:
+    """Has a conversation go on, if it can; else it is left to begin anew."""
+    talk = restore.resumed(self._env, prompt, request, begun)
+    if talk is None:
+      return
+    self._talks[begun.uid] = talk
+    if not begun.talk.asked:
+      self._engine.add(talk.request)
+      return
+    self._heard(
+      types.Completion(
+        uid=begun.uid,
+        tokens=begun.tokens,
+        logprobs=begun.logprobs,
+        versions=begun.versions,
+        finish="stop",
+      )
+    )
 
   def step(
     self,
@@ -220,15 +250,39 @@ class Conversing:
     return ended
 
   def partials(self) -> tuple[types.Partial, ...]:
-    """Returns the first turns that are half made.
+    """Returns the conversations that have begun and can go on.
 
-    Later ones begin anew, as the environment's states are not kept.
+    Those whose turn an engine elsewhere has half made are as they were before
+    it. Those of which turns were answered need a `restore.Restorable`, and no
+    `renewal`.
+
+    Raises:
+      RunError: see `restore.kept`.
     """
-    return tuple(
-      partial
-      for partial in self._engine.partials()
-      if partial.uid in self._talks and not self._talks[partial.uid].turns
-    )
+    half = {partial.uid: partial for partial in self._engine.partials()}
+    found = [self._partial(uid, half.get(uid)) for uid in sorted(self._talks)]
+    return tuple(partial for partial in found if partial is not None)
+
+  def _partial(
+    self, uid: int, half: types.Partial | None
+  ) -> types.Partial | None:
+    """Returns a conversation, whose turn may be half made, for a checkpoint."""
+    talk, made = self._talks[uid], self._asked.get(uid)
+    if made is None and not talk.turns:
+      return half
+    if self._env.cfg.renewal is not None:  # Earlier rows are not kept.
+      return None
+    if made is not None:
+      half = types.Partial(
+        uid=uid,
+        tokens=made.tokens,
+        logprobs=made.logprobs,
+        versions=made.versions,
+      )
+    kept = restore.kept(self._env, talk, asked=made is not None)
+    if kept is None:
+      return None
+    return dataclasses.replace(half or talk.request.begun[0], talk=kept)
 
   def renew(self) -> None:
     """Has the next step take its weights for newer ones."""
@@ -245,6 +299,7 @@ class Conversing:
       self._over.append(made.uid)
       last = types.Turn(end=len(made.tokens), whole=False)
       return self._env.ended(talk, made, last)
+    self._asked[made.uid] = made
     self._desk.ask(_Call(made, functools.partial(self._env.ask, talk, made)))
     return None
 
@@ -261,7 +316,7 @@ class Conversing:
   def _go_on(self, call: _Call) -> types.Completion | None:
     """Asks for the next turn; returns a conversation that has ended."""
     uid = call.made.uid
-    talk = self._talks.pop(uid)
+    talk, _ = self._talks.pop(uid), self._asked.pop(uid)
     answer = call.answer or self._excuse(call, talk)
     after = self._env.answered(talk, call.made, answer)
     if isinstance(after, types.Completion):

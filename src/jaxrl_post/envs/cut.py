@@ -19,7 +19,7 @@ from jaxrl_post import types
 from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.data import prompts as prompt_sets
 from jaxrl_post.envs import ledger as ledgers
-from jaxrl_post.envs import ledger_json
+from jaxrl_post.envs import ledger_json, restore
 
 # Names of the files that `to_files` makes.
 _TEXT, _ARRAYS = "stream.json", "stream.npz"
@@ -37,6 +37,7 @@ class Counters:
     left_in_step: groups that left untrained since the newest batch.
     always: prompts that every rollout solves, to the pool, if there is one.
     never: prompts that none solves, likewise.
+    levels: of `curriculum.sums`, if there is a curriculum.
   """
 
   generated: int = 0
@@ -44,6 +45,7 @@ class Counters:
   left_in_step: int = 0
   always: int = 0
   never: int = 0
+  levels: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
 
 @types.host_record
@@ -99,7 +101,7 @@ def to_files(cut: Cut) -> dict[str, bytes]:
     groups.append(
       {
         "uid": group.uid,
-        "begun": [_shape(part) for part in group.begun],
+        "begun": [_begun(partial) for partial in group.begun],
         "sampled": [_ended(completion) for completion in group.sampled],
         "scored": [_scored(rollout) for rollout in group.scored],
       }
@@ -226,8 +228,15 @@ def _group(
 
 def _partial(data: Mapping[str, Any], pieces: _Pieces) -> types.Partial:
   tokens, logprobs, versions = pieces.next(data["length"])
+  talk = data["talk"]
+  if talk is not None:
+    talk = restore.Kept(**{**talk, "turns": _turns(talk["turns"])})
   return types.Partial(
-    uid=data["uid"], tokens=tokens, logprobs=logprobs, versions=versions
+    uid=data["uid"],
+    tokens=tokens,
+    logprobs=logprobs,
+    versions=versions,
+    talk=talk,
   )
 
 
@@ -239,7 +248,7 @@ def _completion(data: Mapping[str, Any], pieces: _Pieces) -> types.Completion:
     logprobs=logprobs,
     versions=versions,
     finish=data["finish"],
-    turns=tuple(types.Turn(**turn) for turn in data["turns"]),
+    turns=_turns(data["turns"]),
     routing=pieces.routing(data.get("routing")),
     segments=tuple(
       (int(begin), tuple(prompt)) for begin, prompt in data.get("segments", ())
@@ -247,8 +256,18 @@ def _completion(data: Mapping[str, Any], pieces: _Pieces) -> types.Completion:
   )
 
 
+def _turns(data: Iterable[Mapping[str, Any]]) -> tuple[types.Turn, ...]:
+  return tuple(types.Turn(**turn) for turn in data)
+
+
 def _shape(part: types.Partial | types.Completion) -> dict[str, Any]:
   return {"uid": part.uid, "length": len(part.tokens)}
+
+
+def _begun(partial: types.Partial) -> dict[str, Any]:
+  talk = partial.talk
+  kept = None if talk is None else dataclasses.asdict(talk)
+  return {**_shape(partial), "talk": kept}
 
 
 def _ended(completion: types.Completion) -> dict[str, Any]:

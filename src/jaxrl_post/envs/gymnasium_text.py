@@ -2,7 +2,7 @@
 
 Towers et al. 2024 (arXiv 2407.17032). Such an environment changes as it goes,
 and a turn may be asked again; so the state of a conversation is its seed and
-its actions, and each turn plays them once more in a new environment.
+what was said, and each turn plays it once more in a new environment.
 """
 
 import dataclasses
@@ -19,22 +19,23 @@ class _Played:
 
   Attributes:
     seed: of its reset.
-    actions: in order.
+    said: its actions, as the policy said them, in order.
   """
 
   seed: int
-  actions: tuple[Any, ...] = ()
+  said: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class GymnasiumText:
-  """Environments whose observations are text; a `multi_turn.Environment`.
+  """Environments whose observations are text; `restore.Restorable`, too.
 
   Attributes:
     make: makes one, as `lambda: gymnasium.make("...")`. Of one seed and the
       same actions it always says the same.
-    action: what the policy said to an action; where it raises ValueError,
-      KeyError, IndexError or TypeError the policy is told so.
+    action: what the policy said to an action, of one text always the same;
+      where it raises ValueError, KeyError, IndexError or TypeError the policy
+      is told so.
   """
 
   make: Callable[[], Any]
@@ -80,8 +81,8 @@ class GymnasiumText:
     environment = self.make()
     try:
       environment.reset(seed=state.seed)
-      for done in state.actions:
-        _, _, terminated, truncated, _ = environment.step(done)
+      for said in state.said:
+        _, _, terminated, truncated, _ = environment.step(self.action(said))
         if terminated or truncated:
           raise types.InputError(
             "env.environment: expected an environment that does the same again "
@@ -94,7 +95,7 @@ class GymnasiumText:
     if terminated or truncated:
       return multi_turn.Step(reward=float(reward))
     return multi_turn.Step(
-      state=dataclasses.replace(state, actions=(*state.actions, action)),
+      state=dataclasses.replace(state, said=(*state.said, text)),
       messages=({"role": "user", "content": str(seen)},),
       reward=float(reward),
     )
@@ -103,3 +104,11 @@ class GymnasiumText:
     """Says why nothing was done."""
     message = {"role": "user", "content": reason}
     return multi_turn.Step(state=state, messages=(message,), errors=1)
+
+  def save(self, state: _Played) -> list[str]:
+    """See `restore.Restorable`."""
+    return list(state.said)
+
+  def restore(self, prompt: types.Prompt, saved: list[str]) -> _Played:
+    """See `restore.Restorable`; nothing is played."""
+    return _Played(seed=int(prompt.reference), said=tuple(saved))

@@ -57,8 +57,8 @@ class Step:
 class Environment(Protocol):
   """Whom the policy talks to. States are not changed, but replaced.
 
-  `step` may be called again for the same state: a conversation that a stop of
-  the run breaks begins anew.
+  `step` may be called again for the same state: where a stop of the run breaks
+  it off, and, unless there is a `restore.Restorable`, for one that begins anew.
   """
 
   @property

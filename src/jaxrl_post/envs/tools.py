@@ -138,6 +138,12 @@ class Tools:
     """See `multi_turn.Environment`."""
     return multi_turn.Step(messages=self._said([("", self._failure(reason))]))
 
+  def save(self, state: None) -> None:
+    """See `restore.Restorable`; nothing is remembered."""
+
+  def restore(self, prompt: types.Prompt, saved: None) -> None:
+    """See `restore.Restorable`."""
+
   def _answer(self, call: _Asked) -> tuple[str, str, bool]:
     """Returns who answers a call, what, and whether it failed."""
     if isinstance(call, tool_calls.Malformed):

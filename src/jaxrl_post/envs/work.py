@@ -18,7 +18,7 @@ from collections.abc import (
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from jaxrl_post import types
-from jaxrl_post.data import difficulty
+from jaxrl_post.data import choice, curriculum, difficulty
 from jaxrl_post.data import frontier as frontiers
 from jaxrl_post.data import prompts as prompt_sets
 from jaxrl_post.envs import cut as cuts
@@ -167,6 +167,7 @@ class Work:
     self._reasons: dict[int, str] = {}
     self.ledger, self.frontier = ledger, frontier
     self.counters = cuts.Counters()
+    self._sum()
     self._begin()
 
   @property
@@ -255,8 +256,9 @@ class Work:
     waiting = self.ledger.outstanding
     oldest = waiting[0].admitted if waiting else policy.step
     self._steps = {v: s for v, s in self._steps.items() if s >= oldest}
-    if newer and self._prompts.pool is not None:
-      self._learn(self._prompts.pool)
+    if newer:
+      self._learn()
+    self._pass_over()
 
   def admit(self) -> types.Request:
     """Begins the next group; returns what to sample."""
@@ -391,52 +393,50 @@ class Work:
         requests += self._rest(group, was)
         rollouts += group.sampled.values()
     self._begin()
+    self._pass_over()
     return requests, rollouts
 
   def _begin(self) -> None:
     """Goes to the first draw that has not begun."""
     self._uids = self._pending()
     self.next_uid = next(self._uids)
-    self._pass_over()
 
   def _pass_over(self) -> None:
     """Goes on to the next draw whose prompt does not rest."""
-    pool, draws = self._prompts.pool, len(self._prompts)
-    if pool is None or self.exhausted:
+    if self.exhausted:
       return
+    draws = len(self._prompts)
     coming = itertools.takewhile(lambda uid: uid < draws, self._pending())
-    number, evidence = difficulty.pass_over(
-      pool, self.frontier.evidence, map(self._prompts.place, coming)
-    )
+    number, after = choice.pass_over(self._prompts, self.frontier, coming)
     if not number:
       return
     uids = tuple(itertools.islice(self._pending(), number))
     self.apply(ledgers.Pass(uids))
-    self.frontier = dataclasses.replace(
-      frontiers.finish(self.frontier, *uids), evidence=evidence
-    )
+    self.frontier = frontiers.finish(after, *uids)
     self._uids = self._pending()
     self.next_uid = next(self._uids)
 
   def _finish(self, group: _Group) -> None:
     """Marks a draw as done, and notes what a whole group says about it."""
-    uid, pool = group.prompt.uid, self._prompts.pool
+    uid = group.prompt.uid
     self.frontier = frontiers.finish(self.frontier, uid)
     rewards = [rollout.earned for rollout in group.scored.values()]
-    if pool is None or len(rewards) < self._env.group_size:
-      return
-    evidence = difficulty.note(
-      pool, self.frontier.evidence, uid, self._prompts.place(uid), rewards
-    )
-    self.frontier = dataclasses.replace(self.frontier, evidence=evidence)
+    if len(rewards) == self._env.group_size:
+      self.frontier = choice.note(self._prompts, self.frontier, uid, rewards)
 
-  def _learn(self, pool: difficulty.Pool) -> None:
+  def _learn(self) -> None:
     """Lets what was noted count: with new weights, which no clock decides."""
-    evidence = difficulty.count(self.frontier.evidence)
-    self.frontier = dataclasses.replace(self.frontier, evidence=evidence)
-    always, never = difficulty.sums(pool, evidence)
-    self.counters.always, self.counters.never = always, never
-    self._pass_over()
+    self.frontier = choice.count(self._prompts, self.frontier)
+    self._sum()
+
+  def _sum(self) -> None:
+    """Counts what is known of prompts and tasks."""
+    pool, ladder = self._prompts.pool, self._prompts.ladder
+    if pool is not None:
+      always, never = difficulty.sums(pool, self.frontier.evidence)
+      self.counters.always, self.counters.never = always, never
+    if ladder is not None:
+      self.counters.levels = curriculum.sums(ladder, self.frontier.levels)
 
   def _rest(self, group: _Group, was: cuts.Open) -> list[types.Request]:
     """Fills a group from a cut; returns what of it is left to sample."""
