@@ -37,7 +37,7 @@ _SETTINGS = {
 
 @types.host_record
 class Cost:
-  """What one run took, an evaluation's share of it.
+  """What one run took.
 
   Attributes:
     step_s: seconds of a step.

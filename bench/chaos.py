@@ -43,7 +43,7 @@ import jax
 import survival
 
 from jaxrl_post import config, loop, prepare, types
-from jaxrl_post.rewards import pool
+from jaxrl_post.rewards import pool, protocol
 from jaxrl_post.runtime import checkpoint, dump
 
 _TINY = pathlib.Path(__file__).resolve().parents[1] / "experiments" / "tiny.py"
@@ -108,7 +108,7 @@ def hostile(
   reference: str,
   *,
   faults: Mapping[int, str],
-  score: types.Reward,
+  score: protocol.Reward,
 ) -> Any:
   """Scores a rollout, but does one of `FAULTS` to those in `faults`, by uid."""
   fault = faults.get(rollout.completion.uid, "")

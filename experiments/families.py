@@ -30,11 +30,11 @@ def _run(shape: transformer.Config, expert: int = 1) -> config.Run:
   """Of eight devices four train and four generate."""
   return config.Run(
     model=decoder.Model(config=shape, dtype="bfloat16", remat="layer"),
-    data=dataset.Data(train=sources.Generated(_never, size=8), max_prompt=512),
+    data=dataset.Data(train=sources.Generated(_never, size=8), max_prompt=128),
     rewards=pool.Rewards(functions=(exact.exact,)),
     optim=optim.Optim(microbatches=2),
     sampling=engine.Sampling(
-      max_tokens=512, rows=32, prefill_tokens=256, dtype="bfloat16"
+      max_tokens=384, rows=32, prefill_tokens=64, dtype="bfloat16"
     ),
     placement=mesh.Placement(
       mode="split",
@@ -120,7 +120,7 @@ def _qwen3(num_kv_heads: int) -> transformer.Config:
 
 
 def gemma3() -> config.Run:
-  """Gemma 3 4B: a layer with a window, of half a prompt, and one without."""
+  """Gemma 3 4B: a layer with a window, of 256 positions, and one without."""
   return _run(
     _shape(
       num_heads=8,

@@ -7,17 +7,21 @@ import json
 import pathlib
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from absl import logging
 
 from jaxrl_post import config, types
-from jaxrl_post.algos import algorithm
+from jaxrl_post.algos import probe
 from jaxrl_post.data import dataset, pack
 from jaxrl_post.data import tokenizer as tokenizers
 from jaxrl_post.envs import conversations, events, work
 from jaxrl_post.envs import ledger as ledgers
-from jaxrl_post.models import decoder, network, quantize, weights
+from jaxrl_post.models import (
+  decoder,
+  network,
+  quantize,
+  transformer,
+  weights,
+)
 from jaxrl_post.placement import mesh, programs, reward_model
 from jaxrl_post.placement import network as own
 from jaxrl_post.placement import reference as references
@@ -95,8 +99,13 @@ def prepare(cfg: config.Run) -> Parts:
     )
   shaped = model(cfg)
   shape = shaped.config
-  if cfg.model.path is not None:
+  if cfg.model.path is not None and isinstance(shape, transformer.Config):
     weights.check(cfg.model.path, shape)
+  if conversations.most_rows(cfg.env) > 1 and shaped.noted is not None:
+    raise types.InputError(
+      "env.renewal: expected none with model.routing.replay, as the experts of "
+      "rows before the newest are not kept, got both. Leave one of them out."
+    )
   talker = conversations.made(cfg.env, cfg.stream, cfg.max_lag, cfg.algo.needs)
   data = dataset.load(
     cfg.data,
@@ -237,11 +246,9 @@ def check_schedule(cfg: config.Run) -> None:
   if optim.warmup_steps > updates:
     logging.warning(
       "optim.warmup_steps=%d is more than the run's %d updates: the learning "
-      "rate ends at %.3g of %g. Lower it, unless the run is to go on.",
+      "rate never gets to its top. Lower it, unless the run is to go on.",
       optim.warmup_steps,
       updates,
-      optim.learning_rate * updates / optim.warmup_steps,
-      optim.learning_rate,
     )
 
 
@@ -281,7 +288,7 @@ def about(cfg: config.Run, parts: Parts) -> dict[str, Any]:
     rows of a rollout (`max_rows`), if that may be several.
   """
   model = [config.to_json(cfg.model), config.to_json(parts.decoder.config)]
-  most_rows = _most_rows(cfg)
+  most_rows = conversations.most_rows(cfg.env)
   text = json.dumps(model, sort_keys=True)
   return {
     "model": hashlib.sha256(text.encode()).hexdigest(),
@@ -390,62 +397,7 @@ def layout(cfg: config.Run, shape: decoder.Shape, devices: int) -> pack.Layout:
     length_parts=mesh.context_parts(axes, devices),
     alone=not decoder.packs(shape),
     routing=decoder.of(cfg.model, shape).noted,
-    most_rows=_most_rows(cfg),
-  )
-
-
-def _most_rows(cfg: config.Run) -> int:
-  return 1 if cfg.env is None else cfg.env.most_rows
-
-
-def _check_parts(algo: algorithm.Algorithm, layout: pack.Layout) -> None:
-  """Runs an algorithm on shapes alone: parts of the user's own may be wrong.
-
-  Raises:
-    InputError: or whatever such a part raises.
-  """
-
-  # Shapes take the place of arrays, hence Any.
-  def of(*shape: int, dtype: str = "float32") -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-  num, shape = layout.sequences, (layout.rows, layout.length)
-  tokens, ids = of(*shape), of(*shape, dtype="int32")
-  known = tokens if "reference" in algo.needs else None
-  top = of(*shape, algo.candidates) if algo.candidates else None
-  jax.eval_shape(
-    algo.advantages,
-    types.AdvantageInputs(
-      rewards=of(num),
-      group_ids=of(num, dtype="int32"),
-      rollout_ids=of(num, dtype="int32"),
-      sequence=ids,
-      segment_ids=ids,
-      loss_mask=tokens,
-      turn_rewards=tokens,
-      penalty=tokens,
-      old_logprobs=tokens,
-      reference_logprobs=known,
-      values=None if algo.critic is None else tokens,
-    ),
-  )
-  jax.eval_shape(
-    algo.loss,
-    types.LossInputs(
-      logprobs=tokens,
-      entropy=tokens,
-      old_logprobs=tokens,
-      sampler_logprobs=tokens,
-      reference_logprobs=known,
-      advantages=tokens,
-      loss_mask=tokens,
-      shares=tokens,
-      segment_ids=ids,
-      lag=tokens,
-      num_tokens=of(),
-      teacher_logprobs=top,
-      candidate_logprobs=top,
-    ),
+    most_rows=conversations.most_rows(cfg.env),
   )
 
 
@@ -482,7 +434,7 @@ def fit(
     engines=engines,
   )
   made = layout(cfg, shape, shares.training)
-  _check_parts(cfg.algo, made)
+  probe.probe(cfg.algo, made.sequences, (made.rows, made.length))
   return shares, made
 
 

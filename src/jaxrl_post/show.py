@@ -169,10 +169,10 @@ def _shares(
   Of tasks with levels it shows the prompts of each: what is asked is theirs.
   """
   draws = min(cfg.num_steps * cfg.groups_per_step, len(train))
-  console.print(
-    f"the run asks {draws} of them: {draws / train.size:.2f} epochs, if none "
-    "is left out"
-  )
+  often = f"{draws / train.size:.2f} epochs, if none is left out"
+  if train.ladder is not None:
+    often = "those of the level that a task has by then"
+  console.print(f"the run asks {draws} of them: {often}")
   source = cfg.data.train
   if isinstance(source, mixture.Mixture):
     weights = source.weights or train.sizes

@@ -9,7 +9,7 @@ L layers. Log-probabilities are in nats.
 
 import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import flax.struct
@@ -21,14 +21,14 @@ _T = TypeVar("_T")
 
 # Hotter samples are uniform anyway; float32 ends at 1e38.
 HOTTEST = 1e6
+# U+FFFD stands for half a character, whose rest is in the next token.
+_HALVES = {"\ufffd", *map(chr, range(0xD800, 0xE000))}
 
 # A nested dictionary of arrays: weights, gradients, or their shardings.
 Tree = Any
 # A completion that ended in a row of an engine: row, uid, since when it had the
 # row by time.monotonic(), and its tokens.
 Seat: TypeAlias = tuple[int, int, float, int]
-# Where in a completion a new prompt takes the place of all before, and its ids.
-Segment: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 class InputError(ValueError):
@@ -256,8 +256,7 @@ class Prompt:
   """One draw from the data: the `uid`-th prompt of the run.
 
   Two draws of the same item have different uids, and so are different groups.
-  `messages` are what is asked before any template: plain text is a user's. One
-  that a dump brings back has none.
+  `messages` are what is asked before any template: plain text is a user's.
   """
 
   uid: int
@@ -315,13 +314,7 @@ class SamplingParams:
     biased = [token for token, _ in bias]
     forbidden = self.forbidden_ids
     small = all(abs(value) <= 1e30 for _, value in bias)
-    # U+FFFD stands for half a character, whose rest is in the next token.
-    readable = all(
-      text
-      and "\ufffd" not in text
-      and not any("\ud800" <= letter <= "\udfff" for letter in text)
-      for text in stops
-    )
+    readable = all(text and not _HALVES & set(text) for text in stops)
     seeded = self.seed is None or 0 <= self.seed < 2**31
     is_usable = 0 <= self.temperature <= HOTTEST
     once = len(set(biased)) == len(biased)
@@ -441,9 +434,9 @@ class Completion:
     routing: experts, in each layer, of every token that the engine read: all of
       prompt and completion but the last; None where they were not noted. Not
       looked at by `==`.
-    segments: of a conversation that began anew, once or more, by what stands
-      behind the first prompt; one more row trains for each, see
-      `segments.split`. `tokens` are those of all, end to end.
+    segments: of a conversation that began anew: for each time where, and the
+      ids of the prompt that takes the place of all before; one more row trains
+      for each, see `segments.split`. `tokens` are those of all, end to end.
   """
 
   uid: int
@@ -457,7 +450,7 @@ class Completion:
   routing: Int[np.ndarray, "T L X"] | None = dataclasses.field(
     default=None, compare=False
   )
-  segments: tuple[Segment, ...] = ()
+  segments: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @host_record
@@ -503,10 +496,3 @@ class Group:
 
   prompt: Prompt
   rollouts: tuple[Rollout, ...]
-
-
-# A reward: the rollout and the reference of its prompt to a number, or to
-# named parts that the configured weights add up; `rewards.protocol` has more.
-# None, as NaN, is no reward.
-RewardValue = float | Mapping[str, float] | None
-Reward = Callable[[Rollout, Any], RewardValue | Awaitable[RewardValue]]

@@ -74,7 +74,7 @@ def test_a_replay_ends_with_the_same_weights(
   trained, tmp_path, caplog, monkeypatch
 ):
   folder, _ = trained
-  for module, name in ((loop.pool, "Pool"), (loop.generation, "samplers")):
+  for module, name in ((loop.scorer, "opened"), (loop.generation, "samplers")):
     monkeypatch.setattr(module, name, None)  # Neither is called.
   source = ("max_lag=1", f"debug.replay={folder / 'dump'}")
   whole, halves = tmp_path / "whole", tmp_path / "halves"

@@ -19,7 +19,7 @@ from jaxrl_post.data import pack as packing
 from jaxrl_post.envs import evaluate, pass_at_k
 from jaxrl_post.models import decoder, experts, transformer
 from jaxrl_post.placement import mesh
-from jaxrl_post.rewards import pool
+from jaxrl_post.rewards import pool, protocol
 from jaxrl_post.runtime import checkpoint
 from jaxrl_post.sampling import engine
 from jaxrl_post.training import optim
@@ -129,7 +129,7 @@ def get_config() -> config.Run:
   )
 
 
-def scored_by(function: types.Reward, **options: Any) -> config.Run:
+def scored_by(function: protocol.Reward, **options: Any) -> config.Run:
   """The run of `get_config` with another reward."""
   rewards = pool.Rewards(functions=(function,), **options)
   return dataclasses.replace(get_config(), rewards=rewards)

@@ -13,7 +13,7 @@ from jaxrl_post import collect, config, loop, prepare, scorer, types
 from jaxrl_post.models import transformer, weights
 from jaxrl_post.placement import reward_model
 from jaxrl_post.rewards import model as models
-from jaxrl_post.rewards import pool
+from jaxrl_post.rewards import pool, protocol
 from jaxrl_post.runtime import clock as clocks
 from jaxrl_post.runtime import dump
 from tests.e2e import experiment, runs
@@ -46,7 +46,7 @@ def _folder(tmp_path_factory) -> pathlib.Path:
 def judged(
   folder: pathlib.Path,
   *assignments: str,
-  functions: tuple[types.Reward, ...] = (experiment.score,),
+  functions: tuple[protocol.Reward, ...] = (experiment.score,),
   **options,
 ) -> config.Run:
   """Returns the smallest run with a reward model; `options` are the model's."""

@@ -437,22 +437,13 @@ def test_an_evaluation_talks_in_rounds_and_comes_back_in_order():
   assert [len(c.turns) for c in made] == [3, 3]
 
 
-def test_an_answer_of_no_token_is_a_failure_and_one_of_that_ends_the_run():
-  def quiet(messages, ended):
-    return () if messages[0]["content"] == "0" else encode(messages, ended)
-
-  env = dataclasses.replace(env_of(Counts(), group=1), encode=quiet)
-  talks = conversing.Conversing(
-    Engine(), env, PROMPTS.__getitem__, lockstep=True
-  )
-  talks.add(env.request(PROMPTS[0]))
-  (done,) = [c for _ in range(4) for c in talks.step(None, 0) or ()]
-  assert done.tokens[3:6] == (SAYS, 59, SAYS + 1)
-  assert [t.errors for t in done.turns] == [1, 1, 1, 1]
+def test_an_answer_of_no_token_is_the_environments_fault_and_ends_the_run():
   env = dataclasses.replace(env_of(Counts()), encode=lambda messages, ended: ())
   talks = conversing.Conversing(
     Engine(), env, PROMPTS.__getitem__, lockstep=True
   )
   talks.add(env.request(PROMPTS[0]))
-  with pytest.raises(ValueError, match="at least one token"):
+  with pytest.raises(
+    types.RunError, match="^env.environment: expected messages of at least one"
+  ):
     talks.step(None, 0)

@@ -33,14 +33,17 @@ def rollout(prompt, uid, tokens, reward, **fields) -> types.Rollout:
   )
 
 
-def prompt(uid, tokens, reference="r", text="p") -> types.Prompt:
-  return types.Prompt(uid=uid, tokens=tokens, text=text, reference=reference)
+def prompt(uid, tokens, reference="r", text="p", said=()) -> types.Prompt:
+  return types.Prompt(
+    uid=uid, tokens=tokens, text=text, reference=reference, messages=said
+  )
 
 
 def some(first: int = 0) -> list[types.Group]:
   """Makes two groups with all that is hard: no reward, no token, odd text."""
   a = prompt(first, (5, 6, 7), {"answer": [1, None]}, "a\n\u2028\ud800")
-  b = prompt(first + 9, (2**31 - 1,), "42")
+  said = ({"role": "user", "content": "p\u2028", "more": [{"x": None}]},)
+  b = prompt(first + 9, (2**31 - 1,), "42", said=said)
   return [
     types.Group(
       prompt=a,
@@ -72,6 +75,12 @@ def test_logprobs_are_those_of_float32(tmp_path):
   found = dump.read(tmp_path / "1")[0].rollouts[0].completion.logprobs
   assert np.float32(found).tobytes() == np.float32(exact).tobytes()
   assert found == exact
+
+
+def test_messages_that_json_cannot_hold_are_left_out(tmp_path):
+  asked = prompt(0, (1,), said=({"role": "user", "content": {1, 2}},))
+  dump.write(tmp_path / "1", [types.Group(prompt=asked, rollouts=())], {})
+  assert dump.read(tmp_path / "1")[0].prompt.messages == ()
 
 
 def test_a_reference_that_json_cannot_hold_is_its_repr(tmp_path):

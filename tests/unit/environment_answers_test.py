@@ -57,6 +57,8 @@ def test_numbers_of_arrays_are_plain_ones_from_then_on():
     ({"errors": -1}, "calls and errors .*, got -1"),
     ({"messages": "more"}, "messages with a role and a content .*got 'more'"),
     ({"messages": SAYS}, "messages with a role"),
+    ({"messages": ()}, "messages, or None, which ends it, got \\(\\)"),
+    ({"messages": []}, "messages, or None"),
     ({"messages": ({"role": "tool"},)}, "messages with a role"),
     ({"messages": ({"role": "tool", "content": 1},)}, "messages with a role"),
   ],

@@ -63,7 +63,9 @@ def test_each_family_compiles_for_each_chip(family, machine):
     assert kinds and step.memory.total > 0
 
 
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize(
+  "told", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_what_trains_gathers_a_weight_before_its_product(told):
   devices = topology_test.slices("v5p:4x4x2")
   mesh = meshes.build(meshes.TrainingAxes(fsdp=32), devices)

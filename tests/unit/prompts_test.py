@@ -167,7 +167,7 @@ def test_an_unknown_gym_is_refused_with_the_nearest_name():
 @pytest.mark.parametrize("option", [("min_terms", 0), ("no_such", 1)])
 def test_an_option_that_the_gym_refuses_is_told(option):
   source = gym.Gym(name="basic_arithmetic", size=1, seed=0, options=(option,))
-  with pytest.raises(types.InputError, match=f"data.options.*{option[0]}"):
+  with pytest.raises(types.InputError, match=f"source.options.*{option[0]}"):
     source.load()
 
 

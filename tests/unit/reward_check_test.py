@@ -10,6 +10,9 @@ from jaxrl_post.rewards import check
 FILE = '''
 import itertools
 import functools
+import os
+
+from jaxrl_post.rewards import protocol
 
 calls = itertools.count()
 
@@ -25,6 +28,18 @@ def drawn(rollout, reference):
 
 def silent(rollout, reference):
   return None
+
+def nothing():
+  return 1.0
+
+def dies(rollout, reference):
+  print("x" * 10**6)
+  os._exit(3)
+
+@protocol.batched
+def one(rollouts, references):
+  print("x" * 10**6)
+  return [1.0]
 
 half = functools.partial(good)
 number = 3
@@ -80,8 +95,8 @@ def test_a_reward_that_is_drawn_is_found_out(file):
 def test_no_reward_is_within_the_contract(file, capsys):
   assert check.main([f"{file}:silent", f"--example={EXAMPLE}"]) == 1
   out = capsys.readouterr().out  # but not when the example expects one
-  assert out.count("BAD") == 2
-  assert "no reward: None" in out
+  assert out.count("BAD") == 3
+  assert "no reward: None" in out and "0 of 16 gave a reward" in out
 
 
 @pytest.mark.parametrize(
@@ -154,3 +169,48 @@ def test_cases_are_named_and_numbered():
   assert all(isinstance(c.rollout, types.Rollout) for c in made)
   # Without a reference every refusal is in order.
   assert not any(c.strict for c in check.cases({}))
+
+
+@pytest.mark.parametrize("name", ["nothing", "silent"])
+def test_a_reward_that_never_is_one_exits_1_without_an_example_too(
+  name, file, capsys
+):
+  assert check.main([f"{file}:{name}"]) == 1
+  lines = capsys.readouterr().out.splitlines()
+  marks = [line[30:34] for line in lines[1:-1]]
+  if name == "silent":  # which is no failure: asked again, and all at once
+    assert marks == ["ok  "] * 17 + ["BAD "]
+  else:
+    assert marks == ["fail"] * 15 + ["BAD "]
+  said = "0 of 15 gave a reward; give --example, of what earns one"
+  assert lines[-2].endswith(said) and lines[-1].startswith("1 of ")
+
+
+def test_a_reward_that_is_drawn_is_found_out_without_an_example(file, capsys):
+  assert check.main([f"{file}:drawn"]) == 1
+  bad = [x for x in capsys.readouterr().out.splitlines() if " BAD " in x]
+  assert bad[0].startswith("empty again") and len(bad) == 2
+
+
+def test_a_batch_of_the_wrong_length_is_found_out_and_prints_are_cut(
+  file, capfd
+):
+  assert check.main([f"{file}:one", f"--example={EXAMPLE}"]) == 1
+  out, err = capfd.readouterr()
+  (bad,) = [line for line in out.splitlines() if " BAD " in line]
+  assert bad.startswith("all at once") and "16 rewards in a list, got 1" in bad
+  assert "xxxx" in err and len(err) < 20_000 and "xxxx" not in out
+  assert "bytes that a call printed left out" in err
+
+
+def test_lines_come_at_once_and_deaths_end_it(file, capfd):
+  target = check.load(f"{file}:dies")
+  made = check.check(target, {})
+  first = next(made)  # before the others were asked
+  assert first.failed and "worker died" in first.said
+  rest = list(made)
+  assert [v.name for v in rest] == ["space", "long", "the rest"]
+  assert not rest[-1].holds and "3 calls one after" in rest[-1].said
+  assert "FAIL" not in check.line(first) and "fail" in check.line(first)
+  out, err = capfd.readouterr()
+  assert len(out) + len(err) < 10_000

@@ -97,6 +97,7 @@ def test_the_prompts_of_a_curriculum_are_shown_by_level(folder):
     run, data=dataclasses.replace(run.data, curriculum=climb)
   )
   text = show.prompts(run)
+  assert "of them: those of the level that a task has by then\n" in text
   assert "  asked, level 0: 3 prompts\n  asked, level 1: 1 prompts" in text
   assert re.search(r"draw 1: example 3, \d+ tokens, asked, level 1 ", text)
   run = config.override(run, ["stream.filter_zero_signal=true"])

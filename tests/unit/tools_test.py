@@ -1,15 +1,15 @@
 """Tools: what they answer, what they refuse, and what they never run."""
 
 import dataclasses
-import functools
 import json
+import re
 import time
 
 import pytest
 
 from jaxrl_post import types
 from jaxrl_post.data import tool_calls
-from jaxrl_post.envs import multi_turn, tools
+from jaxrl_post.envs import multi_turn, schemas, tools
 
 DOCUMENTS = {
   "Cat": "A cat sleeps.",
@@ -220,6 +220,9 @@ def test_answers_are_cut_and_failures_worded_as_told():
   short = tools.Tools(TOOLS.tools, style="hermes", max_letters=3, failure="?")
   assert said(hermes("calculator", expression="10**9"), short) == (["100"], 0)
   assert said(hermes("nobody"), short) == (["?"], 1)
+  silent = tools.Tool(str, "silent", "Says nothing.", {"type": "object"})
+  silent = tools.Tools((silent,), style="hermes")
+  assert said(hermes("silent"), silent) == (["nothing returned"], 0)
   (message,) = short.failed(None, "late").messages or [{}]
   assert message["content"] == "?"
   (message,) = TOOLS.failed(None, "late").messages or [{}]
@@ -274,12 +277,128 @@ SCHEMA = {
   ],
 )
 def test_arguments_are_as_their_schema_says(value, fault):
-  assert tools.mismatch(SCHEMA, value, "x") == fault
+  assert schemas.mismatch(SCHEMA, value, "x") == fault
 
 
 def test_names_beyond_the_schema_may_be_allowed():
   open_ = SCHEMA | {"additionalProperties": True}
-  assert tools.mismatch(open_, {"other": 1}, "x") == ""
+  assert schemas.mismatch(open_, {"other": 1}, "x") == ""
+  texts = SCHEMA | {"additionalProperties": {"type": "string"}}
+  assert schemas.mismatch(texts, {"other": "1"}, "x") == ""
+  fault = "x.other: expected string, got 1"
+  assert schemas.mismatch(texts, {"n": 1, "other": 1}, "x") == fault
+  alone = {"type": "object", "additionalProperties": False}
+  assert schemas.mismatch(alone, {}, "x") == ""
+  assert "names of []" in schemas.mismatch(alone, {"other": 1}, "x")
+
+
+@pytest.mark.parametrize(
+  ("schema", "right", "wrong"),
+  [
+    ({"minimum": 2}, (2, 3.5, "a", True), (1, -5)),
+    ({"maximum": 2.5}, (2, -1e9), (2.6, 10**400)),
+    ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, (0.5,), (0, 1)),
+    ({"minLength": 1, "maxLength": 2}, ("a", "ab", 5), ("", "abc")),
+    ({"minItems": 1, "maxItems": 2}, ([1], [1, 2], "abc"), ([], [1, 2, 3])),
+    ({"enum": [1, "a", None]}, (1, 1.0, "a", None), (True, "b", 0)),
+    ({"const": 0}, (0,), (False, None, 1)),
+    ({"type": "number"}, (1, 0.5), (float("nan"), float("inf"), True, "1")),
+    (
+      {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]},
+      (1, None),
+      (0, "1"),
+    ),
+  ],
+)
+def test_each_keyword_is_checked(schema, right, wrong):
+  whole = {"type": "object", "properties": {"x": schema}}
+  schemas.check(whole, "a place")
+  for value in right:
+    assert schemas.mismatch(whole, {"x": value}, "args") == ""
+  for value in wrong:
+    fault = schemas.mismatch(whole, {"x": value}, "args")
+    assert fault.startswith("args.x: expected ") and "\n" not in fault
+
+
+@pytest.mark.parametrize(
+  ("inner", "said"),
+  [
+    *[
+      ({word: 1}, f"got '{re.escape(word)}', which would not be checked")
+      for word in ("pattern", "format", "$ref", "oneOf", "not", "minimun")
+    ],
+    ({"type": "int"}, ".type: expected one of string, .*, got 'int'"),
+    ({"type": []}, ".type: expected one of"),
+    ({"type": ["string", 5]}, ".type: expected one of"),
+    ({"enum": "abc"}, ".enum: expected a list"),
+    ({"enum": []}, ".enum: expected a list"),
+    ({"enum": [[1]]}, ".enum: expected a list"),
+    ({"minimum": "3"}, ".minimum: expected a finite number, got '3'"),
+    ({"minimum": True}, ".minimum: expected a finite number"),
+    ({"maxLength": -1}, ".maxLength: expected a whole number >= 0, got -1"),
+    ({"minItems": 1.5}, ".minItems: expected a whole number"),
+    ({"properties": ["a"]}, ".properties: expected schemas by name"),
+    ({"properties": {"a": True}}, ".properties.a: expected a JSON schema"),
+    ({"properties": {}, "required": ["a"]}, ".required: expected names of pr"),
+    ({"required": "a"}, ".required: expected a list of names"),
+    ({"items": [{}]}, ".items: expected a JSON schema"),
+    ({"anyOf": {}}, ".anyOf: expected a list"),
+    ({"items": {"anyOf": [{"x": 1}]}}, "items.anyOf.0.: .*got 'x'"),
+    ({"additionalProperties": 1}, ".additionalProperties: expected a JSON sc"),
+  ],
+)
+def test_schemas_that_would_not_be_checked_are_refused(inner, said):
+  whole = {"type": "object", "properties": {"x": inner}}
+  with pytest.raises(types.InputError, match=said) as caught:
+    tools.Tool(boom, "f", "", whole)
+  assert str(caught.value).startswith("tools.Tool('f').parameters.properties.x")
+  assert "\n" not in str(caught.value)
+
+
+def test_what_only_describes_is_allowed():
+  x = {"title": "X", "description": "a\nb", "default": 3, "examples": [1]}
+  tool = tools.Tool(boom, "f", "", {"type": "object", "properties": {"x": x}})
+  assert tool.schema["function"]["parameters"]["properties"]["x"] == x
+
+
+def _around():
+  made = {"type": "object", "properties": {}}
+  made["properties"]["again"] = made
+  return made
+
+
+def _deep():
+  made = {"type": "object"}
+  for _ in range(50):
+    made = {"type": "object", "properties": {"a": made}}
+  return made
+
+
+@pytest.mark.parametrize(
+  ("fields", "said"),
+  [
+    ({"function": 5}, "expected a function, got 5"),
+    ({"description": None}, "expected a text, got None"),
+    *[
+      ({"name": name}, "expected a name of")
+      for name in ("", "a b", "a\nb", "x" * 65, 5, None)
+    ],
+    *[
+      ({"parameters": given}, "parameters: expected a JSON schema of type obj")
+      for given in ("nonsense", [], {}, None, {"type": "string"})
+    ],
+    ({"parameters": _around()}, "expected what JSON can hold"),
+    ({"parameters": {"type": "object", "default": {1}}}, "JSON can hold"),
+    ({"parameters": _deep()}, "expected at most 32 levels"),
+  ],
+)
+def test_a_tool_that_is_none_is_refused_in_a_line(fields, said):
+  tool = tools.Tool(boom, "f", "", {"type": "object"})
+  for name, value in fields.items():  # A run has nobody who checks types.
+    object.__setattr__(tool, name, value)
+  with pytest.raises(types.InputError, match=said) as caught:
+    tool.__post_init__()
+  assert "\n" not in str(caught.value)
 
 
 def test_rare_words_find_more_than_common_ones():
@@ -292,8 +411,10 @@ def test_rare_words_find_more_than_common_ones():
 
 
 def test_tools_that_are_none_are_refused():
-  with pytest.raises(types.InputError, match="of type object for f"):
-    tools.Tool(functools.partial(boom), "f", "", {"type": "string"})
+  none = tools.Tools(TOOLS.tools, style="hermes")
+  object.__setattr__(none, "tools", (boom,))
+  with pytest.raises(types.InputError, match=r"expected tools.Tool\(\.\.\.\)"):
+    none.__post_init__()
   for given in ((), (TOOLS.tools[0], TOOLS.tools[0])):
     with pytest.raises(types.InputError, match="tools of different names"):
       tools.Tools(given, style="hermes")

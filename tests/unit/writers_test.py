@@ -118,6 +118,19 @@ def test_wandb_is_offline_and_gets_the_settings(tmp_path, wandb):
   assert wandb.options["dir"] == str(tmp_path)
 
 
+def test_wandb_gets_a_late_evaluation_with_the_newest_step(tmp_path, wandb):
+  made = opened(tmp_path, writers=("wandb",))
+  for step, value in ((3, 0.3), (1, 0.1), (4, 0.4)):
+    made.step(step, {"eval/reward": value})
+  made.close()
+  assert wandb.calls == [
+    (3, {"eval/reward": 0.3}),
+    (3, {"eval/reward": 0.1}),
+    (4, {"eval/reward": 0.4}),
+    "finish",
+  ]
+
+
 def test_a_writer_that_fails_is_said_and_counted(tmp_path, wandb, caplog):
   made = opened(tmp_path, writers=("wandb",))
   with caplog.at_level(logging.WARNING):

@@ -163,7 +163,7 @@ class Levels:
       raise types.InputError(
         f"source.most: expected levels of {self.name} that reasoning-gym has "
         f"entries of, got level {level} ({reason}). Lower data.most, or "
-        "correct data.options."
+        "correct its options."
       ) from error
 
   def _of(self, options: tuple[tuple[str, object], ...], seed: int) -> Gym:

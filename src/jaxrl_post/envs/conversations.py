@@ -64,6 +64,11 @@ def made(
   return environment
 
 
+def most_rows(cfg: multi_turn.Conversation | None) -> int:
+  """Returns how many training rows a rollout may have; 1 without `env`."""
+  return 1 if cfg is None else cfg.most_rows
+
+
 def build(
   cfg: multi_turn.Conversation | None,
   environment: multi_turn.Environment | None,

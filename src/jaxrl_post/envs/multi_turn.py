@@ -35,7 +35,7 @@ class Step:
 
   Attributes:
     state: of the conversation from now on; whatever the environment likes.
-    messages: what it says; None ends the conversation.
+    messages: what it says, at least one token; None ends the conversation.
     replaces: whether `messages` are all of the conversation from now on, turns
       of the policy included, in the place of what there was; for
       `env.renewal`.
@@ -222,7 +222,7 @@ class MultiTurn:
       made: the completion up to the end of the turn.
 
     Raises:
-      RunError: the answer is none, see `checked`.
+      RunError: the answer is none, see `checked`, or is no token.
     """
     text = self.said(made.tokens, made.versions)
     step = checked(self.environment.step(talk.state, text))
@@ -240,7 +240,7 @@ class MultiTurn:
       late: whether it took too long.
 
     Raises:
-      RunError: what stands for it is no answer, see `checked`.
+      RunError: what stands for it is no answer, see `checked`, or is no token.
     """
     step = checked(self.environment.failed(talk.state, reason))
     calls, errors = max(step.calls, 1), max(step.errors, 1)
@@ -261,9 +261,7 @@ class MultiTurn:
     ended = made.tokens[-1] in self.sampling.stop_ids
     said = self.encode(step.messages, ended)
     if not said:
-      raise ValueError(  # Told to the policy, if `failed` has words for it.
-        f"env: expected messages of at least one token, got {step.messages}"
-      )
+      raise _refused("messages of at least one token", step.messages)
     return Answer(step=step, said=said)
 
   def _retold(
@@ -393,8 +391,8 @@ def checked(step: Any) -> Step:
   Raises:
     RunError: it is no step, its reward is not finite or beyond
       `combine.LARGEST`, its counts are no whole numbers from 0 on, its
-      messages are not some with a role and a content of text, or there are none
-      to replace others.
+      messages are not some with a role and a content of text, or are none at
+      all.
   """
   if not isinstance(step, Step):
     raise _refused("a multi_turn.Step", step)
@@ -409,6 +407,8 @@ def checked(step: Any) -> Step:
   if messages is not None:
     if not isinstance(messages, list | tuple) or not all(map(_says, messages)):
       raise _refused("messages with a role and a content of text", messages)
+    if not messages:
+      raise _refused("messages, or None, which ends it", messages)
     messages = tuple(messages)
   if step.replaces not in (False, True) or (step.replaces and not messages):
     raise _refused("replaces of true or false, true with messages", step)

@@ -18,12 +18,12 @@ from typing import Any, TypeAlias
 
 from jaxrl_post import types
 from jaxrl_post.data import tool_calls
-from jaxrl_post.envs import multi_turn
+from jaxrl_post.envs import multi_turn, schemas
 from jaxrl_post.rewards import combine, sandbox
 
 # Longest expression that is calculated, and most bits of any number in it.
 _MOST_LETTERS, _MOST_BITS = 256, 4096
-
+_NAME = re.compile(r"[\w.-]{1,64}")
 
 # A call, as far as it can be read.
 _Asked: TypeAlias = tool_calls.Call | tool_calls.Malformed
@@ -35,11 +35,11 @@ class Tool:
 
   Attributes:
     function: takes the arguments by name and returns text, or what JSON holds.
-      Whatever it raises is told to the policy.
-    name: by which it is called.
+      Whatever it raises is told to the policy; so is an empty text, in words.
+    name: by which it is called: letters, digits, `_`, `-` and `.`.
     description: what it does; for the policy.
-    parameters: JSON schema of its arguments, an object; they are checked by
-      `type`, `required`, `properties`, `items` and `enum`.
+    parameters: JSON schema of its arguments, an object, of the keywords that
+      are checked, see `schemas.check`.
   """
 
   function: Callable[..., Any]
@@ -48,11 +48,18 @@ class Tool:
   parameters: Mapping[str, Any]
 
   def __post_init__(self) -> None:
-    if self.parameters.get("type") != "object":
-      raise types.InputError(
-        f"tools: expected parameters of type object for "
-        f"{self.name}, got {self.parameters!r}. Correct the schema."
-      )
+    is_name = isinstance(self.name, str) and _NAME.fullmatch(self.name)
+    for holds, rule, value in (
+      (is_name, f"a name of {_NAME.pattern}", self.name),
+      (callable(self.function), "a function", self.function),
+      (isinstance(self.description, str), "a text", self.description),
+    ):
+      if not holds:
+        raise types.InputError(
+          f"tools.Tool({_short(self.name)}): expected {rule}, got "
+          f"{_short(value)}. Correct it."
+        )
+    schemas.check(self.parameters, f"tools.Tool({self.name!r}).parameters")
 
   @property
   def schema(self) -> dict[str, Any]:
@@ -89,6 +96,11 @@ class Tools:
   max_s: float = 10.0
 
   def __post_init__(self) -> None:
+    for tool in self.tools:
+      if not isinstance(tool, Tool):
+        raise types.InputError(
+          f"tools: expected tools.Tool(...), got {_short(tool)}. Make it one."
+        )
     names = [tool.name for tool in self.tools]
     if not names or len(set(names)) < len(names):
       raise types.InputError(
@@ -153,7 +165,7 @@ class Tools:
       known = ", ".join(tool.name for tool in self.tools)
       fault = f"no tool {_short(call.name)}; there are: {known}"
     else:
-      fault = mismatch(tool.parameters, call.arguments, "arguments")
+      fault = schemas.mismatch(tool.parameters, call.arguments, "arguments")
     if tool is None or fault:
       return call.name, self._failure(fault), True
     try:
@@ -164,7 +176,7 @@ class Tools:
     except BaseException as error:  # Tools may raise anything, and it is told.
       reason = combine.one_line(f"{type(error).__name__}: {error}")
       return call.name, self._failure(reason), True
-    return call.name, text, False
+    return call.name, text or "nothing returned", False
 
   def _left(self, call: _Asked) -> tuple[str, str, bool]:
     """Returns the same for a call that is not made."""
@@ -181,71 +193,6 @@ class Tools:
     style = "hermes" if callable(self.style) else self.style
     cut = [(name, text[: self.max_letters]) for name, text in answers]
     return tool_calls.results(cut, style)
-
-
-_KINDS: dict[str, Callable[[Any], bool]] = {
-  "string": lambda x: isinstance(x, str),
-  "boolean": lambda x: isinstance(x, bool),
-  "number": lambda x: isinstance(x, int | float) and not isinstance(x, bool),
-  "integer": lambda x: (
-    not isinstance(x, bool)
-    and (isinstance(x, int) or (isinstance(x, float) and x.is_integer()))
-  ),
-  "array": lambda x: isinstance(x, list | tuple),
-  "object": lambda x: isinstance(x, Mapping),
-  "null": lambda x: x is None,
-}
-
-
-def mismatch(schema: Mapping[str, Any], value: Any, place: str) -> str:
-  """Says what of a value is not as its JSON schema wants it.
-
-  Args:
-    schema: of the value.
-    value: as JSON has it.
-    place: what it is called.
-
-  Returns:
-    The first fault, by type, enum, required or unknown names, also in what the
-    value holds; empty if there is none.
-  """
-  kinds = schema.get("type", ())
-  kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-  known = [kind for kind in kinds if kind in _KINDS]
-  if known and not any(_KINDS[kind](value) for kind in known):
-    return f"{place}: expected {' or '.join(kinds)}, got {_short(value)}"
-  if "enum" in schema and value not in schema["enum"]:
-    return f"{place}: expected one of {schema['enum']}, got {_short(value)}"
-  if isinstance(value, Mapping):
-    return _mismatch_inside(schema, value, place)
-  if _KINDS["array"](value) and "items" in schema:
-    faults = (
-      mismatch(schema["items"], one, f"{place}[{i}]")
-      for i, one in enumerate(value)
-    )
-    return next(filter(None, faults), "")
-  return ""
-
-
-def _mismatch_inside(
-  schema: Mapping[str, Any], value: Mapping[str, Any], place: str
-) -> str:
-  """Says the same of what an object holds."""
-  for name in schema.get("required", ()):
-    if name not in value:
-      return f"{place}: expected {name!r}, got {_short(list(value))}"
-  known = schema.get("properties")
-  if known is None:
-    return ""
-  for name, one in value.items():
-    if name not in known:
-      if schema.get("additionalProperties"):
-        continue
-      return f"{place}: expected names of {list(known)}, got {name!r}"
-    fault = mismatch(known[name], one, f"{place}.{name}")
-    if fault:
-      return fault
-  return ""
 
 
 def _short(value: Any) -> str:

@@ -3,8 +3,9 @@
     python -m jaxrl_post.rewards.check FILE.py:FUNCTION --example='{...}'
 
 Asks the function about ordinary and about odd completions, in a worker process
-as a run does, and prints what came of each. Exit code 0: it keeps the contract;
-1: it does not; 2: the input was wrong, or no worker came up with it.
+as a run does, and prints what came of each as it comes. Exit code 0: it keeps
+the contract; 1: it does not, or gave no reward at all; 2: the input was wrong,
+or no worker came up with it.
 """
 
 import argparse
@@ -16,16 +17,18 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxrl_post import types
-from jaxrl_post.rewards import combine, pool
+from jaxrl_post.rewards import combine, pool, probe
 
 _KEYS = {"prompt", "completion", "reference", "reward"}
 _LONG = 200_000
 _WIDE = 20_000
-_AGAIN = "example again"
+# So many calls one after the other that end their worker, which takes seconds
+# to come up again, are enough.
+_MOST_ENDED = 3
 _ODD = {
   "empty": "",
   "space": " \n\t\n ",
@@ -69,12 +72,14 @@ class Verdict:
     reward: NaN when there is none.
     said: failure, parts, or what is wrong.
     holds: whether that is within the contract.
+    failed: whether the function failed, within the contract or not.
   """
 
   name: str
   reward: float
   said: str
   holds: bool
+  failed: bool = False
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -127,23 +132,21 @@ def cases(example: dict[str, Any]) -> list[Case]:
       expected, of which all may be missing.
 
   Returns:
-    The example, twice, if it has a completion, to be scored alike; odd
-    completions with its reference, which may not fail; and odd references,
-    which are told only.
+    The example, if it has a completion; odd completions with its reference,
+    which may not fail; and odd references, which are told only.
   """
   completion, reference = example.get("completion"), example.get("reference")
   # Without a reference to go by, any refusal is in order.
   given = "reference" in example
   made: list[Case] = []
   if completion is not None:
-    made = [
+    made.append(
       Case(
-        name=name,
+        name="example",
         rollout=_rollout(example, completion, reference),
         expected=example.get("reward"),
       )
-      for name in ("example", _AGAIN)
-    ]
+    )
   for name, text in _ODD.items():
     rollout = _rollout(example, text, reference)
     made.append(Case(name=name, rollout=rollout, strict=given))
@@ -159,7 +162,7 @@ def check(
   *,
   timeout_s: float = 10.0,
   memory_mb: int | None = None,
-) -> list[Verdict]:
+) -> Iterator[Verdict]:
   """Asks a reward all questions, one by one, and then all at once.
 
   Args:
@@ -168,8 +171,11 @@ def check(
     timeout_s: longest call, in seconds.
     memory_mb: as `pool.Rewards` has it.
 
-  Returns:
-    A verdict a case, and one on whether a batch gives what single calls gave.
+  Yields:
+    A verdict a case, as it comes; after the first with a reward, one on whether
+    it is scored alike again; then one on whether a batch gives what single
+    calls gave. Where calls end their worker one after the other, or no case had
+    a reward, the last verdict says so.
 
   Raises:
     types.InputError: a setting is wrong, or no worker can get the function.
@@ -182,43 +188,42 @@ def check(
     memory_mb=memory_mb,
     on_failure="mask",
   )
+  cfg = dataclasses.replace(
+    cfg, functions=(probe.wrapped(function),), batch=len(asked)
+  )
+  kept: list[tuple[Case, Verdict]] = []
+  given = ended = 0
   with pool.Pool(cfg) as workers:
-    verdicts = [_verdict(case, *_asked(workers, case)) for case in asked]
-  verdicts = _compared(verdicts)
-  kept = [
-    (case, verdict)
-    for case, verdict in zip(asked, verdicts, strict=True)
-    if case.strict and verdict.holds
-  ]
-  if not kept:
-    return verdicts
-  with pool.Pool(dataclasses.replace(cfg, batch=len(kept))) as workers:
-    futures = workers.submit_all([case.rollout for case, _ in kept])
-    rewards = [future.result().reward for future in futures]
-  differ = [
-    verdict.name
-    for (_, verdict), reward in zip(kept, rewards, strict=True)
-    if not _equal(verdict.reward, reward)
-  ]
-  return [
-    *verdicts,
-    Verdict(
-      name="all at once",
-      reward=math.nan,
-      said=f"differ: {', '.join(differ)}" if differ else "the same",
-      holds=not differ,
-    ),
-  ]
+    for case in asked:
+      verdict, has_ended = _verdict(case, *_asked(workers, case))
+      yield verdict
+      ended = ended + 1 if has_ended else 0
+      if ended == _MOST_ENDED:
+        yield _broken(
+          "the rest",
+          f"not asked: {ended} calls one after the other ended their worker",
+        )
+        return
+      if verdict.failed:
+        continue
+      if not kept:
+        yield _again(verdict, _verdict(case, *_asked(workers, case))[0])
+      kept.append((case, verdict))
+      given += not math.isnan(verdict.reward)
+    if kept:
+      yield _together(workers, kept)
+  if not given:
+    advice = "" if example else "; give --example, of what earns one"
+    none = f"0 of {len(asked)} gave a reward{advice}"
+    yield _broken("any reward", none)
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
-  """Returns the verdicts as lines for people."""
-  lines = [f"{'case':<18}{'reward':>10}  "]
-  for verdict in verdicts:
-    mark = "ok  " if verdict.holds else "BAD "
-    reward = "-" if math.isnan(verdict.reward) else f"{verdict.reward:.6g}"
-    lines.append(f"{verdict.name:<18}{reward:>10}  {mark}{verdict.said}")
-  return "\n".join(lines)
+def line(verdict: Verdict) -> str:
+  """Returns a verdict as a line for people."""
+  mark = "fail" if verdict.failed else "ok  "
+  mark = mark if verdict.holds else "BAD "
+  reward = "-" if math.isnan(verdict.reward) else f"{verdict.reward:.6g}"
+  return f"{verdict.name:<18}{reward:>10}  {mark} {verdict.said}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -237,19 +242,22 @@ def main(argv: Sequence[str]) -> int:
   parser.add_argument("--timeout_s", type=float, default=10.0)
   parser.add_argument("--memory_mb", type=int, default=None)
   given = parser.parse_args(argv)
+  made = broken = 0
   try:
-    verdicts = check(
+    for verdict in check(
       load(given.target),
       _example(given.example),
       timeout_s=given.timeout_s,
       memory_mb=given.memory_mb,
-    )
+    ):
+      if not made:
+        print(f"{'case':<18}{'reward':>10}")
+      print(line(verdict), flush=True)
+      made, broken = made + 1, broken + (not verdict.holds)
   except (types.InputError, types.RunError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
-  print(table(verdicts))
-  broken = sum(not verdict.holds for verdict in verdicts)
-  print(f"{broken} of {len(verdicts)} cases break the contract")
+  print(f"{broken} of {made} cases break the contract")
   return int(broken > 0)
 
 
@@ -321,33 +329,72 @@ def _asked(
 
 def _verdict(
   case: Case, answer: types.Rollout | types.InputError, seconds: float
-) -> Verdict:
+) -> tuple[Verdict, bool]:
+  """Returns what came of a case, and whether it ended its worker."""
   took = f"{seconds:.3f} s"
   if isinstance(answer, types.InputError):
     # Refusing a reference is right; refusing a completion would end the run.
+    refusal = combine.one_line(str(answer))
     return Verdict(
       name=case.name,
       reward=math.nan,
-      said=f"{took}, refuses the input: {combine.one_line(str(answer))}",
+      said=f"{took}, refuses the input: {refusal}",
       holds=not case.strict,
-    )
+      failed=True,
+    ), False
   parts = ", ".join(f"{k}={v:.6g}" for k, v in answer.parts.items())
   told = "" if case.strict or not answer.failure else "told only: "
   said = f"{took}, {told}{answer.failure or parts}"
   is_missing = answer.failure.startswith("no reward: ")
-  holds = not case.strict or not answer.failure or is_missing
+  failed = bool(answer.failure) and not is_missing
+  holds = not case.strict or not failed
   if case.expected is not None and not _equal(answer.reward, case.expected):
     said, holds = f"{said}; expected {case.expected:.6g}", False
-  return Verdict(name=case.name, reward=answer.reward, said=said, holds=holds)
+  made = Verdict(
+    name=case.name,
+    reward=answer.reward,
+    said=said,
+    holds=holds,
+    failed=failed,
+  )
+  return made, answer.failure.startswith(("worker died", "timeout after "))
 
 
-def _compared(verdicts: list[Verdict]) -> list[Verdict]:
-  """Marks an example that was not scored alike twice."""
-  first, again, *others = verdicts
-  if again.name != _AGAIN or _equal(first.reward, again.reward):
-    return verdicts
+def _again(first: Verdict, again: Verdict) -> Verdict:
+  """Names a second answer; marks one that is not the first."""
+  again = dataclasses.replace(again, name=f"{first.name} again")
+  if _equal(first.reward, again.reward):
+    return again
   said = f"{again.said}; the first time it was {first.reward:.6g}"
-  return [first, dataclasses.replace(again, said=said, holds=False), *others]
+  return dataclasses.replace(again, said=said, holds=False)
+
+
+def _together(
+  workers: pool.Pool, kept: Sequence[tuple[Case, Verdict]]
+) -> Verdict:
+  """Asks all at once what was answered one by one."""
+  futures = workers.submit_all([case.rollout for case, _ in kept])
+  differ, why = [], ""
+  for (_, verdict), future in zip(kept, futures, strict=True):
+    try:
+      answer = future.result()
+    except types.InputError as error:
+      reward, failure = math.nan, combine.one_line(str(error))
+    else:
+      reward, failure = answer.reward, answer.failure
+    if not _equal(verdict.reward, reward):
+      differ.append(verdict.name)
+      why = why or failure
+  if differ:
+    said = f"differ: {', '.join(differ)}" + (f" ({why})" if why else "")
+    return _broken("all at once", said)
+  return Verdict(
+    name="all at once", reward=math.nan, said="the same", holds=True
+  )
+
+
+def _broken(name: str, said: str) -> Verdict:
+  return Verdict(name=name, reward=math.nan, said=said, holds=False)
 
 
 def _equal(a: float, b: float) -> bool:

@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_post import types
-from jaxrl_post.rewards import combine
+from jaxrl_post.rewards import combine, wire
 
 MAX_ANSWER = 8 * 2**20
+_SLOW = "none, or one that came too slowly"
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 8.0
 _PASSING = (408, 409, 425, 429, *range(500, 600))
@@ -29,24 +30,30 @@ _PASSING = (408, 409, 425, 429, *range(500, 600))
 _WRONG = (*range(300, 400), 401, 403, 404, 405)
 
 
-def check_url(place: str, url: str) -> None:
-  """Refuses what is no address.
+def check_url(place: str, url: Any) -> None:
+  """Refuses what is no address, or has a password in it.
 
   Raises:
-    types.InputError: it is not http or https, or names no host, or no port
-      where one has to be.
+    types.InputError: it is not http or https, names no host, or no port where
+      one has to be, holds what no request can, or a user.
   """
+  is_text = isinstance(url, str)
+  if is_text and "@" in url.partition("://")[2].partition("/")[0]:
+    raise types.InputError(
+      f"{place}: expected an address without a user or a password, got one that"
+      " is not shown. Take them out."
+    )
   try:
-    parts = urllib.parse.urlsplit(url)
+    parts = urllib.parse.urlsplit(url if is_text else "")
     host = parts.hostname or ""
     host.encode("idna")
     known = parts.scheme in ("http", "https") and host and parts.port != 0
   except ValueError:
     known = False
-  if not known:
+  if not known or not all("!" <= c <= "~" for c in url):
     raise types.InputError(
-      f"{place}: expected http://HOST... or https://HOST..., got {url!r}. "
-      "Correct it."
+      f"{place}: expected http://HOST... or https://HOST... in printable ASCII "
+      f"without spaces, got {_shown(url)!r}. Correct it."
     )
 
 
@@ -94,13 +101,13 @@ def post(
   """
   try:
     data = json.dumps(body, allow_nan=False).encode()
-  except (TypeError, ValueError) as error:
+  except (TypeError, ValueError, RecursionError) as error:
     raise types.InputError(
-      f"reward server {url}: expected references that JSON can hold, got "
-      f"{error}. Use numbers, text, lists."
+      f"reward server {_shown(url)}: expected references that JSON can hold, "
+      f"got {combine.one_line(str(error))}. Use numbers, text, lists."
     ) from error
   for name, value in (headers or {}).items():
-    check_header(f"reward server {url}: header {name}", value)
+    check_header(f"reward server {_shown(url)}: header {name}", value)
   request = urllib.request.Request(
     url, data, {"Content-Type": "application/json", **(headers or {})}
   )
@@ -118,8 +125,8 @@ def post(
       break
     threading.Event().wait(pause)
   raise types.RunError(
-    f"reward server {url}: expected an answer within {deadline_s:g} s, got "
-    f"{reason} (attempts: {made})"
+    f"reward server {_shown(url)}: expected an answer within {deadline_s:g} s, "
+    f"got {reason} (attempts: {made})"
   )
 
 
@@ -127,32 +134,21 @@ def _attempt(
   request: urllib.request.Request, deadline: float
 ) -> tuple[bytes, str, float]:
   """Returns an answer, or why there is none and how long to wait at least."""
-  url = request.full_url
-  try:
-    left = max(deadline - time.monotonic(), 0.001)
-    with _opener().open(request, timeout=left) as response:
-      return _body(response, deadline), "", 0.0
-  except urllib.error.HTTPError as error:
-    with error:
-      return b"", *_passing(url, error)
-  except (OSError, http.client.HTTPException) as error:
-    reason = getattr(error, "reason", error)
-    return b"", combine.one_line(f"{reason}" or type(error).__name__), 0.0
-
-
-def _opener() -> urllib.request.OpenerDirector:
-  """Returns what opens addresses as they are: no redirection is followed."""
-  opener = urllib.request.OpenerDirector()
-  for handler in (
-    urllib.request.ProxyHandler(),
-    urllib.request.HTTPHandler(),
-    urllib.request.HTTPSHandler(),
-    urllib.request.HTTPDefaultErrorHandler(),
-    urllib.request.HTTPErrorProcessor(),
-    urllib.request.UnknownHandler(),
-  ):
-    opener.add_handler(handler)
-  return opener
+  left = max(deadline - time.monotonic(), 0.001)
+  with wire.opener(deadline) as opener:
+    try:
+      with opener.open(request, timeout=left) as response:
+        body = _body(response)
+      if time.monotonic() >= deadline:  # What is cut then reads as its end.
+        raise TimeoutError(_SLOW)
+      return body, "", 0.0
+    except urllib.error.HTTPError as error:
+      with error:
+        return b"", *_passing(request.full_url, error)
+    except (OSError, http.client.HTTPException) as error:
+      reason = _SLOW if time.monotonic() >= deadline else error
+      reason = getattr(reason, "reason", reason)
+      return b"", combine.one_line(f"{reason}" or type(error).__name__), 0.0
 
 
 def _passing(url: str, error: urllib.error.HTTPError) -> tuple[str, float]:
@@ -163,41 +159,47 @@ def _passing(url: str, error: urllib.error.HTTPError) -> tuple[str, float]:
     return status, float(asked) if asked.isdecimal() else 0.0
   if error.code in _WRONG:
     place = error.headers.get("Location")
-    place = f" to {combine.one_line(place)}" if place else ""
+    place = f" to {combine.one_line(_shown(place))}" if place else ""
     raise types.InputError(
-      f"reward server {url}: expected status 200, got {status}{place}. Correct "
-      "the address, or the key."
+      f"reward server {_shown(url)}: expected status 200, got {status}{place}. "
+      "Correct the address, or the key."
     ) from None
   said, response = b"", error.fp
   with contextlib.suppress(OSError, http.client.HTTPException):
     if isinstance(response, http.client.HTTPResponse):
       said = response.read1(1000)
   raise types.RunError(
-    f"reward server {url}: expected status 200, got {status}: "
+    f"reward server {_shown(url)}: expected status 200, got {status}: "
     f"{combine.one_line(said.decode(errors='replace'))}"
   ) from None
 
 
-def _body(response: http.client.HTTPResponse, deadline: float) -> bytes:
-  """Reads a body that may come in drops, and be of any size."""
+def _body(response: http.client.HTTPResponse) -> bytes:
+  """Reads a body that may be of any size."""
   parts, size = [], 0
   while part := response.read1(1 << 16):
     parts.append(part)
     size += len(part)
     if size > MAX_ANSWER:
       raise http.client.HTTPException(f"more than {MAX_ANSWER} bytes")
-    if time.monotonic() > deadline:
-      raise TimeoutError("an answer that came too slowly")
   if response.length:
     raise http.client.IncompleteRead(b"", response.length)
   return b"".join(parts)
 
 
+def _shown(url: Any) -> Any:
+  """Returns what of an address may be told: keys may stand behind its path."""
+  if not isinstance(url, str):
+    return url
+  return url.partition("?")[0].rpartition("@")[2][:200]
+
+
 def _decoded(url: str, answer: bytes) -> Any:
   try:
     return json.loads(answer)
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     said = combine.one_line(answer[:200].decode(errors="replace"))
+    kind = "JSON" if isinstance(error, ValueError) else "JSON of fewer levels"
     raise types.RunError(
-      f"reward server {url}: expected JSON, got {said!r}"
+      f"reward server {_shown(url)}: expected {kind}, got {said!r}"
     ) from error

@@ -79,7 +79,9 @@ class Judge:
         "none, and is not shown. Put the key there, and its name here."
       )
     ordered = -math.inf < self.low < self.high < math.inf
+    named = isinstance(self.model, str) and bool(self.model.strip())
     for holds, name, rule, value in (
+      (named, "model", "its name at the server", self.model),
       (_fills(self.template), "template", "{answer} in it", self.template),
       (
         groups >= 1,

@@ -23,7 +23,7 @@ import pebble
 from absl import logging
 
 from jaxrl_post import types
-from jaxrl_post.rewards import blame, combine, limits, worker
+from jaxrl_post.rewards import blame, combine, limits, protocol, worker
 from jaxrl_post.rewards import model as models
 
 # Beyond the time of an async call, until its worker has said so itself.
@@ -63,7 +63,7 @@ class Rewards:
       there may be no functions.
   """
 
-  functions: tuple[types.Reward, ...]
+  functions: tuple[protocol.Reward, ...]
   weights: tuple[float, ...] = ()
   workers: int = 1
   timeout_s: float = 10.0

@@ -8,10 +8,16 @@ Either may be an `async def`; its calls then wait at the same time.
 
 import concurrent.futures
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_post import types
+
+# The rollout and the reference of its prompt to a number, or to named parts
+# that the configured weights add up. None, as NaN, is no reward.
+RewardValue = float | Mapping[str, float] | None
+Reward = Callable[[types.Rollout, Any], RewardValue | Awaitable[RewardValue]]
 
 
 @runtime_checkable
@@ -31,7 +37,7 @@ class Single(Protocol):
 
   def __call__(
     self, rollout: types.Rollout, reference: Any, /
-  ) -> types.RewardValue | Awaitable[types.RewardValue]:
+  ) -> RewardValue | Awaitable[RewardValue]:
     """Returns the reward of a rollout, given the reference of its prompt."""
     ...
 
@@ -42,7 +48,7 @@ class Batched(Protocol):
 
   def __call__(
     self, rollouts: Sequence[types.Rollout], references: Sequence[Any], /
-  ) -> Sequence[types.RewardValue] | Awaitable[Sequence[types.RewardValue]]:
+  ) -> Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]:
     """Returns one reward for each rollout, in their order."""
     ...
 
@@ -66,3 +72,43 @@ def is_batched(function: Callable[..., Any]) -> bool:
   while isinstance(function, functools.partial):
     function = function.func
   return getattr(function, "is_batched", False)
+
+
+def checked(check: Callable[..., None]) -> Callable[..., Any]:
+  """Returns a decorator of a function that has settings.
+
+  Args:
+    check: takes the settings by name, as a partial has given them, and raises
+      `types.InputError` where one is wrong.
+  """
+
+  def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+    marked: Any = function
+    marked.settings_check = check
+    return function
+
+  return mark
+
+
+def check_settings(function: Callable[..., Any]) -> None:
+  """Refuses what partials gave a function that is `checked`.
+
+  Raises:
+    types.InputError: a setting is wrong, missing, or none of the function's.
+  """
+  settings: dict[str, Any] = {}
+  while isinstance(function, functools.partial):
+    settings = {**function.keywords, **settings}
+    function = function.func
+  check = getattr(function, "settings_check", None)
+  if check is None:
+    return
+  try:
+    inspect.signature(check).bind(**settings)
+  except TypeError as error:
+    name = getattr(function, "__name__", "reward")
+    raise types.InputError(
+      f"rewards.functions: expected the settings of {name}, got one "
+      f"that is not: {error}. Write functools.partial({name}, ...) with them."
+    ) from error
+  check(**settings)

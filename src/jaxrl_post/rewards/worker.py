@@ -41,11 +41,13 @@ _MAX_MESSAGE = 2000
 
 
 def check_portable(function: Callable[..., Any]) -> None:
-  """Refuses a function that a worker could not load.
+  """Refuses a function that a worker could not load, or not call.
 
   Raises:
-    types.InputError: it is not at the top level of a module or file.
+    types.InputError: it is not at the top level of a module or file, or its
+      settings are wrong, see `protocol.checked`.
   """
+  protocol.check_settings(function)
   reason = ""
   try:
     pickle.dumps(function)
@@ -91,7 +93,7 @@ def _leaves(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 # What a worker was started with, and what its call may still print; the only
 # state it has.
-_functions: list[types.Reward] = []
+_functions: list[protocol.Reward] = []
 _everyone: list[Any] = []
 _output = {"left": MAX_OUTPUT, "lost": 0, "told": 2}
 
@@ -173,16 +175,16 @@ def call_all(
   return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _one(function: types.Reward, rollout: types.Rollout) -> Any:
+def _one(function: protocol.Reward, rollout: types.Rollout) -> Any:
   reference = rollout.prompt.reference
   if not protocol.is_batched(function):
     return _waited(function(rollout, reference))
   asked: Any = function
-  return _list(_waited(asked([rollout], [reference])), 1)[0]
+  return listed(_waited(asked([rollout], [reference])), 1)[0]
 
 
 def _column(
-  function: types.Reward,
+  function: protocol.Reward,
   name: str,
   rollouts: Sequence[types.Rollout],
   limit_s: float,
@@ -191,7 +193,7 @@ def _column(
   references = [rollout.prompt.reference for rollout in rollouts]
   try:
     if protocol.is_batched(function):
-      values = _list(_waited(asked(rollouts, references)), len(rollouts))
+      values = listed(_waited(asked(rollouts, references)), len(rollouts))
     else:
       values = [
         _tried(asked, rollout, reference)
@@ -239,7 +241,12 @@ def _waited(value: Any) -> Any:
   return asyncio.run(wait()) if inspect.isawaitable(value) else value
 
 
-def _list(values: Any, number: int) -> list[Any]:
+def listed(values: Any, number: int) -> list[Any]:
+  """Returns what a batched function gave as a list.
+
+  Raises:
+    types.RunError: it is none of so many rewards.
+  """
   listed = hasattr(values, "__len__") and not isinstance(
     values, str | bytes | Mapping
   )
@@ -283,6 +290,13 @@ def _cap_output() -> None:
       target=_forward, args=(source, target), daemon=True
     ).start()
   _output["told"] = target
+
+
+def limit_output(most: int) -> None:
+  """Lets the call under way print so many bytes, all of them to stderr."""
+  with contextlib.suppress(OSError):  # a call has closed it
+    os.dup2(2, 1)
+  _output["left"] = min(_output["left"], most)
 
 
 def _forward(source: int, target: int) -> None:

@@ -5,7 +5,8 @@ digits. A batch is written aside and renamed, so it is whole or not there. Its
 files are plain JSON and NumPy, without pickle:
 
 `groups.jsonl`: a JSON object a line, one for each group, by uid:
-  `uid`, `prompt` (text), `reference` as JSON, or where JSON cannot hold it
+  `uid`, `prompt` (text), `messages` before any template, where there are some
+  that JSON can hold, `reference` as JSON, or where JSON cannot hold it
   `reference_repr`; `prompt_num_tokens` and `prompt_offset` into the arrays;
   `rollouts`, each with `uid`, `text`, `reward` (null when there is none),
   `parts` (numbers by name), `failure`, `finish` ("stop" or "length"),
@@ -277,6 +278,7 @@ def _group(
   return {
     "uid": prompt.uid,
     "prompt": prompt.text,
+    **_messages(prompt.messages),
     **_reference(prompt.reference),
     "prompt_num_tokens": len(prompt.tokens),
     "prompt_offset": start,
@@ -284,12 +286,23 @@ def _group(
   }
 
 
+def _messages(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  found = [dict(message) for message in messages]
+  return {"messages": found} if found and _is_json(found) else {}
+
+
 def _reference(reference: Any) -> dict[str, Any]:
-  try:
-    json.dumps(reference, allow_nan=False)
-  except (TypeError, ValueError):
+  if not _is_json(reference):
     return {"reference_repr": repr(reference)}
   return {"reference": reference}
+
+
+def _is_json(value: Any) -> bool:
+  try:
+    json.dumps(value, allow_nan=False)
+  except (TypeError, ValueError):
+    return False
+  return True
 
 
 def _rollout(rollout: types.Rollout, start: int) -> dict[str, Any]:
@@ -330,6 +343,7 @@ def _read_group(
     tokens=tuple(arrays["prompt_tokens"][start : start + count].tolist()),
     text=line["prompt"],
     reference=line["reference"] if repr_ is None else repr_,
+    messages=tuple(line.get("messages", ())),
   )
   rollouts = [_read_rollout(one, prompt, arrays) for one in line["rollouts"]]
   return types.Group(prompt=prompt, rollouts=tuple(rollouts))
