@@ -256,6 +256,9 @@ def _check_repeats(run: Run) -> None:
     )
 
 
+_PLACES = tuple(f"rewards.model.{x}" for x in ("devices", "tensor", "batch"))
+
+
 def may_change(run: Run) -> tuple[str, ...]:
   """Names the settings that a continued run may change.
 
@@ -264,6 +267,7 @@ def may_change(run: Run) -> tuple[str, ...]:
     `num_steps` only while no learning rate schedule depends on it.
   """
   names = (
+    *(_PLACES if run.rewards.model is not None else ()),
     "placement",
     "checkpoint",
     "evaluation.every",

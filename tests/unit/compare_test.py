@@ -259,6 +259,7 @@ def test_two_runs_of_one_setting_are_hardly_ever_told_apart():
     ("model.config.width", {"model": {"config": {"width": 128}}}),
     ("data.train.size", {"data": {"train": {"size": 5}}}),
     ("rewards.functions", {"rewards": {"functions": ["a:b"], "weights": []}}),
+    ("rewards.model.path", {"rewards": {"model": {"path": "/b"}}}),
     ("group_size", {"group_size": 16}),
     ("groups_per_step", {"groups_per_step": 16}),
     ("sampling.max_tokens", {"sampling": {"max_tokens": 8}}),

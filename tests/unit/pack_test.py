@@ -63,7 +63,7 @@ def routed(made: types.Rollout) -> types.Rollout:
   """Sends the n-th token of a rollout to experts 2 n and 2 n + 1 of a layer."""
   count = len(made.prompt.tokens) + len(made.completion.tokens) - 1
   routing = np.arange(2 * count, dtype=np.int8).reshape(count, 1, 2)
-  routing += np.int8(10 * made.completion.uid)
+  routing[len(made.prompt.tokens) - 1 :] += np.int8(10 * made.completion.uid)
   completion = dataclasses.replace(made.completion, routing=routing)
   return dataclasses.replace(made, completion=completion)
 
@@ -85,8 +85,25 @@ def test_experts_lie_with_their_tokens_and_those_of_a_shared_prompt_once():
   # Without the prompt's company all of it is the rollout's own.
   apart = dataclasses.replace(ROUTED, alone=True)
   batch = pack.pack([group(routed(one), routed(two))], apart)
-  rows = [[0, 2, 4, 6, -1, -1], [10, 12, 14, 16, -1, -1]]
+  rows = [[0, 2, 4, 6, -1, -1], [0, 2, 14, 16, -1, -1]]
   assert batch.routing[:2, :6, 0, 0].tolist() == rows
+
+
+def test_a_prompt_that_went_another_way_when_it_was_read_again_is_not_shared():
+  one, two = rollout(0, (5, 6, 4), (7, 8)), rollout(1, (5, 6, 4), (9, 3))
+  made, other = routed(one), routed(two)
+  other.completion.routing[1, 0, 1] = 99
+  batch = pack.pack([group(made, other)], ROUTED)
+  rows = batch.routing[batch.segment_ids.any(axis=1), :6, 0, 1]
+  assert rows.tolist() == [[1, 3, 5, 7, -1, -1], [1, 99, 15, 17, -1, -1]]
+
+
+def test_rollouts_of_noted_experts_have_room_for_prompts_of_their_own():
+  sizes = dict(max_prompt=100, max_tokens=4, flops=float)
+  assert pack.layout(16, 8, **sizes).together > 1
+  routing = jax.ShapeDtypeStruct((1, 2), np.int8)
+  alone = pack.layout(16, 8, **sizes, routing=routing)
+  assert (alone.together, alone.rows) == (1, 16)
 
 
 def test_experts_are_asked_for_by_the_layout_alone():

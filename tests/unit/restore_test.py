@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from jaxrl_post import types
@@ -144,6 +145,26 @@ def test_a_turn_whose_answer_was_not_there_is_answered_again(turns):
   done = stepped(again, 3)
   assert (done[0].tokens, done[0].turns) == (whole[0].tokens, whole[0].turns)
   assert two.asked == [(0, number) for number in range(turns, 3)]
+
+
+def test_a_turn_whose_experts_are_noted_begins_anew_while_it_waits():
+  waits = Restores(hangs=(1, threading.Event()))
+  talks = conversing.Conversing(
+    single.Engine(),
+    single.env_of(waits, group=1),
+    single.PROMPTS.__getitem__,
+    lockstep=False,
+  )
+  talks.add(talks._env.request(single.PROMPTS[1]))
+  late = time.monotonic() + 10
+  while not talks._asked and time.monotonic() < late:
+    talks.step(None, 0)
+  assert len(talks.partials()) == 1
+  ((uid, made),) = talks._asked.items()
+  routing = np.zeros((9, 1, 2), np.int8)
+  talks._asked[uid] = dataclasses.replace(made, routing=routing)
+  assert talks.partials() == ()
+  waits.hangs[1].set()
 
 
 def test_what_cannot_be_restored_begins_anew_but_for_first_turns():

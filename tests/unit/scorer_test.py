@@ -319,6 +319,13 @@ def test_what_was_replaced_before_stays_said():
     assert combine.add(scored, said, 1.0).failure == failure
 
 
+def test_a_sum_that_is_beyond_all_rewards_is_refused():
+  scored = dataclasses.replace(rollout(0), reward=9e14)
+  said = combine.Score(parts={"m": 9e14})
+  with pytest.raises(types.InputError, match=r"model.weight: .* got 1.8e\+15"):
+    combine.add(scored, said, 1.0)
+
+
 # -------------------------------------------------------------- what is refused
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -96,7 +96,8 @@ def layout(
     row_parts: of a mesh, by rows.
     length_parts: likewise, by positions.
     alone: whether each rollout has a row of its own.
-    routing: see `Layout`.
+    routing: see `Layout`. Where it is noted no room is spared: a prompt that
+      the engine read twice may have gone through two sets of experts.
     most_rows: of a rollout whose conversation may begin anew. With several
       there is room for so many of each, and none is made for those of others
       in a row, since few have its prompt.
@@ -122,7 +123,7 @@ def layout(
     n
     for n in range(2, unit + 1)
     if not unit % n and not rollouts % (n * parts) and length(n) <= _LONGEST
-    if not alone and most_rows == 1
+    if not alone and most_rows == 1 and routing is None
   ]
   best = min([1, *fit], key=cost)
   return Layout(
@@ -137,18 +138,22 @@ def layout(
   )
 
 
+# A prompt: its ids, and the experts that they went through, if that is noted.
+_Asked: TypeAlias = tuple[tuple[int, ...], bytes]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Block:
   """Rollouts of one prompt that stay together, by number."""
 
-  prompt: tuple[int, ...]
+  prompt: _Asked
   members: tuple[int, ...]
   size: int  # tokens of the members, without what they share
 
   @property
   def shared(self) -> int:
     """Tokens that several rollouts of this prompt have once."""
-    return max(len(self.prompt) - 1, 0)
+    return max(len(self.prompt[0]) - 1, 0)
 
 
 class _Piece(NamedTuple):
@@ -329,15 +334,15 @@ def _blocks(
   unit: Sequence[int], rollouts: Sequence[types.Rollout], layout: Layout
 ) -> Iterator[_Block]:
   """Returns what of a unit lies together in a row."""
-  alike: dict[tuple[int, ...], list[int]] = {}
+  alike: dict[_Asked, list[int]] = {}
   for number in unit:
-    alike.setdefault(rollouts[number].prompt.tokens, []).append(number)
+    alike.setdefault(_asked(rollouts[number]), []).append(number)
   for prompt, members in alike.items():
     for begin in range(0, len(members), layout.together):
       part = tuple(members[begin : begin + layout.together])
       own = [len(rollouts[n].completion.tokens) for n in part]
       # Each has the last token of the prompt for itself.
-      block = _Block(prompt, part, sum(own) + len(part) * bool(prompt))
+      block = _Block(prompt, part, sum(own) + len(part) * bool(prompt[0]))
       if block.shared + block.size > layout.length:
         raise ValueError(
           f"pack: expected at most {layout.length} tokens, got "
@@ -346,15 +351,22 @@ def _blocks(
       yield block
 
 
+def _asked(rollout: types.Rollout) -> _Asked:
+  prompt, routing = rollout.prompt.tokens, rollout.completion.routing
+  if routing is None:
+    return prompt, b""
+  return prompt, routing[: max(len(prompt) - 1, 0)].tobytes()
+
+
 def _row_pieces(
-  families: dict[tuple[int, ...], list[int]],
+  families: dict[_Asked, list[int]],
   rollouts: Sequence[types.Rollout],
   row: int,
   several: int,
 ) -> Iterator[_Piece]:
   """Lays out a row; what several rollouts have is `several`'s."""
   at, segment = 0, 1
-  for prompt, members in families.items():
+  for (prompt, _), members in families.items():
     shared = max(len(prompt) - 1, 0) if len(members) > 1 else 0
     cuts = [(n, n, shared, _size(rollouts[n])) for n in members]
     if shared:
@@ -368,7 +380,7 @@ def _row_pieces(
 
 def _rows(
   blocks: Sequence[_Block], length: int
-) -> list[dict[tuple[int, ...], list[int]]]:
+) -> list[dict[_Asked, list[int]]]:
   """Returns the rollouts of each row by prompt.
 
   First fit, the largest first: without prompts to share, at most 11/9 of the
@@ -376,7 +388,7 @@ def _rows(
   """
   blocks = sorted(blocks, key=lambda b: -(b.shared + b.size))
   left = np.full(len(blocks), length)
-  rows: list[dict[tuple[int, ...], list[int]]] = []
+  rows: list[dict[_Asked, list[int]]] = []
   for block in blocks:
     there = [i for i, row in enumerate(rows) if block.prompt in row]
     at = next((i for i in there if left[i] >= block.size), None)
@@ -482,6 +494,6 @@ def _route(
   """Writes where tokens went; the last one of a rollout went nowhere."""
   for piece in pieces:
     routing = rollouts[piece.number].completion.routing
-    assert routing is not None, "refused by _check"
+    assert routing is not None, "refused by _check_routing"
     part = routing[piece.begin : piece.end]
     batch[piece.row, piece.at : piece.at + len(part)] = part

@@ -84,7 +84,7 @@ def parts(
       logprobs=made.logprobs[span],
       versions=made.versions[span],
       finish=made.finish,
-      # Nobody notes the experts of conversations, which alone begin anew.
+      # Refused with `renewal`, by which alone a conversation begins anew.
       routing=None if made.segments else made.routing,
     )
     prompt = dataclasses.replace(rollout.prompt, tokens=row.prompt)

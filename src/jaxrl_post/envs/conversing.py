@@ -254,7 +254,7 @@ class Conversing:
 
     Those whose turn an engine elsewhere has half made are as they were before
     it. Those of which turns were answered need a `restore.Restorable`, and no
-    `renewal`.
+    `renewal`; those that wait for an answer, no experts that are noted.
 
     Raises:
       RunError: see `restore.kept`.
@@ -271,6 +271,8 @@ class Conversing:
     if made is None and not talk.turns:
       return half
     if self._env.cfg.renewal is not None:  # Earlier rows are not kept.
+      return None
+    if made is not None and made.routing is not None:  # Nor are experts.
       return None
     if made is not None:
       half = types.Partial(

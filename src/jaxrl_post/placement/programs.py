@@ -125,10 +125,13 @@ class Programs:
     if self.seal is not None:
       before, after = fingerprints
       named = fingerprint.by_name(params)
-      rest = {name: x for name, x in named.items() if name not in after}
+      kept = {}
+      if old is not None and old.fingerprints is not None:
+        kept = {n: old.fingerprints[1][n] for n in named.keys() - way.chosen}
+      rest = {n: x for n, x in named.items() if n not in {**after, **kept}}
       with self.launching():
         sums = self.seal(rest)
-      fingerprints = {**before, **sums}, {**after, **sums}
+      fingerprints = {**before, **kept, **sums}, {**after, **kept, **sums}
     jax.block_until_ready(fingerprints[0])
     return types.Policy(
       params=params,

@@ -165,7 +165,8 @@ def add(rollout: types.Rollout, score: Score, weight: float) -> types.Rollout:
     without, and says why as before.
 
   Raises:
-    types.InputError: when another has named a part alike.
+    types.InputError: when another has named a part alike, or the sum is beyond
+      `LARGEST`.
   """
   alone = combine(rollout, [score], [weight])
   twice = rollout.parts.keys() & score.parts.keys()
@@ -174,11 +175,17 @@ def add(rollout: types.Rollout, score: Score, weight: float) -> types.Rollout:
       f"rewards.model.name: expected a name that no other part has, got "
       f"{min(twice)!r} as of a function. Choose another."
     )
+  total = math.fsum((rollout.reward, alone.reward))
+  if abs(total) > LARGEST:
+    raise types.InputError(
+      f"rewards.model.weight: expected a sum of all rewards {RANGE}, got "
+      f"{total:g}. Lower it, or what the functions give."
+    )
   # Why there is no reward comes before what stands for an answer.
   said = sorted((rollout, alone), key=lambda r: not math.isnan(r.reward))
   return dataclasses.replace(
     rollout,
-    reward=math.fsum((rollout.reward, alone.reward)),
+    reward=total,
     parts={**rollout.parts, **score.parts},
     failure=next((r.failure for r in said if r.failure), ""),
   )

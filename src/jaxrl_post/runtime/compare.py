@@ -21,6 +21,7 @@ _FIXED = {
   "data": ("held_out", "epochs"),
   "rewards.functions": (),
   "rewards.weights": (),
+  "rewards.model": ("devices", "tensor", "dtype", "batch"),
   "groups_per_step": (),
   "group_size": (),
   "sampling.max_tokens": (),

@@ -352,9 +352,10 @@ def _rank(found: Bool[Array, "B V"]) -> Int[Array, "B V"]:
 def _blocked(x: Num[Array, "B V"], fill: float) -> Num[Array, "B N W"]:
   """Cuts the vocabulary into blocks of about its square root.
 
-  Their number is a power of two where the vocabulary has one as a divisor:
-  filling up the last block copies all of them, and where a mesh splits the
-  vocabulary, each part has whole blocks, and no logits are gathered.
+  Their number is a power of two where the vocabulary has one as a divisor that
+  makes blocks of at most 16 times that: filling up the last block copies all of
+  them, and where a mesh splits the vocabulary, each part has whole blocks, and
+  no logits are gathered. In other vocabularies of an odd size they are.
   """
   rows, vocab = x.shape
   width = math.isqrt(vocab - 1) + 1
