@@ -166,6 +166,7 @@ class AdvantageInputs:
     old_logprobs: of the trainer before the update.
     reference_logprobs: of the reference policy; None without one.
     values: of a critic; None without one.
+    sampled: 1 where turn rewards are a rollout's; None is where it trains.
   """
 
   rewards: Float[Array, " N"]
@@ -179,6 +180,7 @@ class AdvantageInputs:
   old_logprobs: Float[Array, "B T"]
   reference_logprobs: Float[Array, "B T"] | None = None
   values: Float[Array, "B T"] | None = None
+  sampled: Float[Array, "B T"] | None = None
 
 
 @record

@@ -24,10 +24,8 @@ def _bits(state: types.TrainState) -> list[np.ndarray]:
   return [np.asarray(x) for x in jax.tree.leaves(state)]
 
 
-@pytest.mark.parametrize(
-  "exp",
-  ["with_critic", pytest.param("with_critic_head", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("exp", ["with_critic", "with_critic_head"])
 def test_a_critic_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, exp):
   whole = runs.train(tmp_path / "one", "num_steps=4", exp=exp)
   runs.train(tmp_path / "two", "num_steps=2", exp=exp)

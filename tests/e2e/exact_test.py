@@ -153,9 +153,12 @@ def test_half_made_rollouts_are_continued_not_sampled_anew(made):
 @pytest.mark.parametrize(
   "settings",
   [
-    ("max_lag=3",),
+    pytest.param(("max_lag=3",), marks=pytest.mark.slow),
     ("max_lag=1", FILTERED),
-    ("max_lag=1", "stream.on_stale=drop", "sampling.in_flight=recompute"),
+    pytest.param(
+      ("max_lag=1", "stream.on_stale=drop", "sampling.in_flight=recompute"),
+      marks=pytest.mark.slow,
+    ),
     ("max_lag=2", "sampling.in_flight=drain"),
   ],
 )

@@ -93,8 +93,9 @@ def _problems(tmp_path_factory) -> tuple[str, ...]:
   )
 
 
+# `families` is compiled and never run: no text is in it.
 @pytest.mark.parametrize(
-  "name", sorted(p.stem for p in EXPERIMENTS.glob("*.py"))
+  "name", sorted({p.stem for p in EXPERIMENTS.glob("*.py")} - {"families"})
 )
 def test_a_recipe_with_its_inputs_passes_a_dry_run(name, inputs, problems):
   run = config.load(name, EXPERIMENTS)

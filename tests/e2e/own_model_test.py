@@ -76,7 +76,9 @@ def test_a_model_of_ones_own_trains(exp, more, made):
     assert line["loss/skipped"] == 0
 
 
-@pytest.mark.parametrize("exp", ["linen_plain", "nnx_cached"])
+@pytest.mark.parametrize(
+  "exp", [pytest.param("linen_plain", marks=pytest.mark.slow), "nnx_cached"]
+)
 def test_split_samples_what_colocated_does(exp, made):
   one, other = made(exp), made(exp, *SPLIT)
   assert sampled(one) == sampled(other)
@@ -98,6 +100,7 @@ def test_it_learns_to_say_a(made):
   assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_bit_for_bit(made, tmp_path):
   exp = "linen_plain"
   whole = made(exp, "num_steps=3", "checkpoint.every=1")

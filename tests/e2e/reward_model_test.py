@@ -192,6 +192,7 @@ def test_wherever_it_lies_rewards_are_the_same(
     assert theirs.parts["judge"] == pytest.approx(here.parts["judge"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_rollouts_without_training_have_its_score_too(one, folder, tmp_path):
   cfg = judged(folder, "num_steps=1")
   parts = prepare.prepare(cfg)

@@ -15,7 +15,7 @@ import pytest
 SCRIPT = pathlib.Path(__file__).with_name("publish_run.py")
 SOURCE = pathlib.Path(__file__).resolve().parents[2] / "src"
 DEADLINE_S = 120.0
-COUNTS = (2, 4)
+COUNTS = (pytest.param(2, marks=pytest.mark.slow), 4)
 
 
 def _free_port() -> int:

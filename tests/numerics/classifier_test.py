@@ -128,7 +128,7 @@ def _two_scores(folder: pathlib.Path) -> None:
     (_edit(id2label=None), "one label, got 2 in"),
     (_edit(id2label=None, num_labels=3), "one label, got 3 in"),
     (_edit(pad_token_id="x"), "pad_token_id as an id or none, got 'x'"),
-    (_edit(hidden_act="relu"), "checkpoint.hidden_act: expected 'silu'"),
+    (_edit(hidden_act="relu"), "hidden_act: expected 'silu'"),
     (_without_score, r"score.weight of shape \(1, 48\), got none"),
     (_two_scores, r"score.weight of shape \(1, 48\), got one of \(2, 48\)"),
     (_edit(num_hidden_layers=4), "expected tensor model.layers.3"),

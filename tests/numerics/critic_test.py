@@ -199,7 +199,10 @@ def test_packing_changes_no_gradient_of_a_critic(model):
   _close(_gradients(one[1]), _gradients(two[1]), 1e-5)
 
 
-@pytest.mark.parametrize(("model", "microbatches"), [("own", 8), ("head", 2)])
+@pytest.mark.parametrize(
+  ("model", "microbatches"),
+  [pytest.param("own", 8, marks=pytest.mark.slow), ("head", 2)],
+)
 def test_c11_microbatches_change_no_gradient_of_a_critic(model, microbatches):
   algo = making.algorithm(model)
   scored, one, m = making.train(algo, making.packed())
@@ -216,7 +219,9 @@ def test_c11_microbatches_change_no_gradient_of_a_critic(model, microbatches):
     )
 
 
-@_MODELS
+@pytest.mark.parametrize(
+  "model", ["own", pytest.param("head", marks=pytest.mark.slow)]
+)
 def test_updates_of_a_batch_are_those_of_its_parts_one_by_one(model):
   algo = making.algorithm(model, clip=0.02)
   batch = making.packed(minibatches=2)

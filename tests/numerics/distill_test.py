@@ -221,7 +221,9 @@ def test_the_step_scores_the_teachers_best_in_the_place_of_each_token():
   np.testing.assert_allclose(metrics["loss/policy"], np.mean(each), rtol=1e-4)
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize(
+  "microbatches", [2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_microbatches_change_nothing(microbatches):
   def run(number):
     batch = batches.packed(microbatches=number)

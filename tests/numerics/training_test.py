@@ -424,6 +424,25 @@ def test_mismatch_is_measured_on_rows_of_lag_zero_only(masked):
   assert np.isnan(values["mismatch/mean_abs"])
 
 
+def test_turns_of_a_truncated_rollout_count_for_the_others():
+  score, _ = _steps(
+    algo=dataclasses.replace(grpo.objective(), mask_truncated=True)
+  )
+  batch = _ragged(rewards=(0, 1, 1, 0, 0, 1))
+  turns = np.zeros(batch.tokens.shape, np.float32)
+  turns[0, 3] = 1.0  # All of the first group have earned 1.
+  turns[3, 3] = 1.0
+  truncated = jnp.array([True, False, False, True, False, False])
+  batch = dataclasses.replace(
+    batch, turn_rewards=jnp.asarray(turns), truncated=truncated
+  )
+  scored = score(_params(), batch)
+  found = np.asarray(scored.advantages).sum(axis=1)
+  assert not np.asarray(scored.loss_mask)[[0, 3]].any()
+  np.testing.assert_allclose(found[:4], 0.0, atol=1e-6)
+  assert found[4] < 0 < found[5]
+
+
 def test_c07_turns_count_in_whether_the_rewards_of_a_group_agree():
   kl = divergence.Kl(0.1, without_signal=False)
   score, _ = _steps(algo=dataclasses.replace(grpo.objective(), kl=kl))

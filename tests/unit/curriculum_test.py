@@ -323,9 +323,9 @@ def test_gym_has_the_entries_of_each_level_of_its_curriculum():
 def test_gym_refuses_what_has_no_curriculum_or_no_such_level():
   with pytest.raises(types.InputError, match="curriculum, got 'composite'"):
     gym.Levels("composite", 3, 1)
-  with pytest.raises(types.InputError, match="data.most: expected >= 1"):
+  with pytest.raises(types.InputError, match="source.most: expected >= 1"):
     gym.Levels("basic_arithmetic", 3, 1, most=0)
-  with pytest.raises(types.InputError, match="data.size: expected >= 1"):
+  with pytest.raises(types.InputError, match="source.size: expected >= 1"):
     gym.Levels("basic_arithmetic", 0, 1)
   # A rotation by 50 letters, in the package's own curriculum.
   task = gym.Levels("caesar_cipher", 3, 1)

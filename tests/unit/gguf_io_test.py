@@ -174,7 +174,7 @@ def test_metadata_of_another_type_is_refused_by_name(tmp_path):
   fields = gguf_header.read(str(tmp_path / "model.gguf")).fields
   for name, change in cases.items():
     with refused(f"{name}: expected"):
-      weights._config(gguf_io._config({**fields, **change}, set()))
+      weights.from_fields(gguf_io._config({**fields, **change}, set()))
 
 
 ONLY_READ = ("Q4_K", "Q6_K", "IQ4_XS")  # The package cannot write these.

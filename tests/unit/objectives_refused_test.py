@@ -248,7 +248,8 @@ def test_ppo_has_a_critic_that_a_step_can_serve(model):
   assert (critic.gamma, critic.decay, critic.model) == (1.0, 0.95, model)
   assert ppo.objective().critic.decay == 1.0
   assert objective.region == losses.Clip(0.2, 0.2)
-  assert objective.ratio == "token" and objective.needs == {"values", "start"}
+  assert objective.ratio == "token"
+  assert objective.needs == {"values", "start", "one_row"}
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_ppo_has_a_critic_that_a_step_can_serve(model):
       dpo.objective(),
       {"reference", "old", "start", "single_update", "pairs"},
     ),
-    (reinforce_pp.objective(), {"start"}),
+    (reinforce_pp.objective(), {"start", "one_row"}),
   ],
 )
 def test_an_objective_says_what_it_needs(objective, needs):

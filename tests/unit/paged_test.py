@@ -71,11 +71,13 @@ def _assert_same(found, expected, *, exact=False):
 @pytest.mark.parametrize(
   ("rows", "block", "sizes"),
   [
-    (1, 4, {}),
+    pytest.param(1, 4, {}, marks=pytest.mark.slow),
     (3, 1, {"page": 1}),
     (64, 32, {"page": 32}),
     (8, 4, {"page": 5}),
-    (8, 32, {"page": 8, "prefill_tokens": 16}),
+    pytest.param(
+      8, 32, {"page": 8, "prefill_tokens": 16}, marks=pytest.mark.slow
+    ),
     (3, 4, {"page": 8, "prefill_tokens": 7}),
   ],
 )

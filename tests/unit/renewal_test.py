@@ -310,7 +310,7 @@ def test_what_cannot_be_is_refused_in_one_line():
   with pytest.raises(types.RunError, match="without env.renewal, got a step"):
     talk(env_of(Says(folds=1)), {0: THINKS})
   step: Any = multi_turn.Step(replaces=True, messages=())
-  with pytest.raises(types.RunError, match="replaces of true or false, true"):
+  with pytest.raises(types.RunError, match="expected messages, or None"):
     multi_turn.checked(step)
   cfg = multi_turn.Conversation(environment=Says, renewal=RETELL)
   stream = schedule.StreamConfig()

@@ -127,7 +127,9 @@ def test_tokens_of_a_tool_are_of_no_version_and_as_they_were_given():
     assert len(completion.tokens) == 2 * _TURN + 3
 
 
-@pytest.mark.parametrize("page", [1, 3, 64])
+@pytest.mark.parametrize(
+  "page", [1, 3, pytest.param(64, marks=pytest.mark.slow)]
+)
 def test_a_turn_that_a_stop_string_ends_is_held_up_to_it(page):
   first = _run(_engine(page=page), [_request((10, 11))])
   # Where the first turn of one of them is cut in the middle of a block.
@@ -208,7 +210,9 @@ def test_a_turn_that_its_length_has_ended_goes_on_without_new_words():
 
 
 @pytest.mark.parametrize("cache", [1.0, 0.3])
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize(
+  "rows", [1, 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_others_take_held_rows_and_change_nothing(rows, cache):
   others = [
     _request((100 + i, 200 + i), prompt=(i % 7, 2), max_tokens=20)

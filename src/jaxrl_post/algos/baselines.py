@@ -210,6 +210,13 @@ def _token_only(inputs: types.AdvantageInputs) -> jax.Array:
   )
 
 
+def _earned(inputs: types.AdvantageInputs) -> jax.Array:
+  """Returns what counts for whole rollouts: of truncated ones, turns too."""
+  counts = inputs.loss_mask if inputs.sampled is None else inputs.sampled
+  turns = jnp.where(counts > 0, inputs.turn_rewards, 0.0)
+  return turns - jnp.where(inputs.loss_mask > 0, inputs.penalty, 0.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
   """The mean of the rewards of the same prompt, see `group_advantages`.
@@ -226,7 +233,7 @@ class Group:
 
   def advantages(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
     """Returns the advantage of its rollout at each token."""
-    made = sequences.rollouts(inputs, _token_only(inputs))
+    made = sequences.rollouts(inputs, _earned(inputs))
     return _to_tokens(group_advantages(*made, scale=self.scale), inputs)
 
 
@@ -238,7 +245,7 @@ class LeaveOneOut:
 
   def advantages(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
     """Returns the advantage of its rollout at each token."""
-    made = sequences.rollouts(inputs, _token_only(inputs))
+    made = sequences.rollouts(inputs, _earned(inputs))
     scored = group_advantages(*made, scale="none", leave_one_out=True)
     return _to_tokens(scored, inputs)
 
@@ -256,7 +263,7 @@ class Batch:
 
   def advantages(self, inputs: types.AdvantageInputs) -> Float[Array, "B T"]:
     """Returns the advantage of its rollout at each token; 0 without reward."""
-    rewards = sequences.rollouts(inputs, _token_only(inputs)).rewards
+    rewards = sequences.rollouts(inputs, _earned(inputs)).rewards
     valid = jnp.isfinite(rewards)
     scored = jnp.where(valid, rewards, 0.0)
     if self.whiten:
@@ -455,7 +462,7 @@ class Preference:
 
     moved = total(gap)
     # One that does not train leaves its partner alone.
-    rewards, ids = sequences.rollouts(inputs, _token_only(inputs))
+    rewards, ids = sequences.rollouts(inputs, _earned(inputs))
     rewards = jnp.where(total(inputs.loss_mask) > 0, rewards, jnp.nan)
     side = jnp.sign(group_advantages(rewards, ids, scale="none"))
     valid = jnp.isfinite(rewards).astype(jnp.float32)

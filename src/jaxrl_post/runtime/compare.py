@@ -61,7 +61,9 @@ def check(runs: Sequence[history.Run]) -> None:
   first = runs[0]
   for run in runs[1:]:
     for name, here, there in _differing(first, run):
-      if _of(name, _FIXED) and folder_lib.ABSENT not in (here, there):
+      # What an older run does not know of differs not; a reward model does.
+      known = folder_lib.ABSENT not in (here, there)
+      if _of(name, _FIXED) and (known or name.startswith("rewards.model.")):
         _refuse(name, (first, here), (run, there))
     here, there = _digest(first), _digest(run)
     if here and there and here != there:

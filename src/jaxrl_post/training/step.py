@@ -107,7 +107,8 @@ def score(
   if algo.mask_truncated:
     valid = valid & ~batch.truncated
   valid = sequences.gather(valid.astype(jnp.float32), batch.sequence)
-  batch = dataclasses.replace(batch, loss_mask=batch.loss_mask * valid)
+  sampled = batch.loss_mask
+  batch = dataclasses.replace(batch, loss_mask=sampled * valid)
   if algo.critic is not None and critic is None:
     raise ValueError("score: expected a critic, got none")
   with_old = needs_old(algo, updates)
@@ -145,6 +146,7 @@ def score(
     old_logprobs=batch.old_logprobs,
     reference_logprobs=known,
     values=batch.values,
+    sampled=sampled,
   )
   if algo.critic is not None:
     batch = dataclasses.replace(batch, returns=algo.returns(inputs))
