@@ -14,7 +14,7 @@ from jaxrl_post.models import among, gguf_io, hf_format, transformer, weights
 
 VALUES = pathlib.Path(__file__).parents[1] / "reference" / "values"
 ATOL = 5e-4  # float32, 30 layers, logits up to 37.
-SLOTS = 64
+SLOTS = 128
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +166,7 @@ def test_greedy_answers_with_a_cache_are_those_of_transformers(
   records = [texts[0], *chats]
   prompts = [record["ids"] for record in records]
   longest = max(len(record["answer"]) for record in records)
+  assert longest == 64
   answers = greedy(model, prompts, longest)
   for row, record in zip(answers, records, strict=True):
     assert row[: len(record["answer"])].tolist() == record["answer"]

@@ -28,7 +28,7 @@ TEXTS = (
   "Ünïcödé and 漢字 and 🙂🚀; naïve café, «quotes» — and  two spaces.",
 )
 CHATS = ("What is 2 + 3?", "Name three fruits.")
-NEW_TOKENS = 16
+NEW_TOKENS = 64
 # Columns of the logits that are stored at every position.
 COLUMNS = tuple(range(0, 49152, 701))
 # Of what classifiers read, in tokens; and which they are.
@@ -107,7 +107,7 @@ def classifiers() -> None:
   np.savez_compressed(VALUES / "classifiers.npz", **out)
 
 
-def _greedy(model, ids: list[int], stop: int) -> list[int]:
+def _greedy(model, ids: list[int], stop: int | None) -> list[int]:
   answer = []
   while len(answer) < NEW_TOKENS and answer[-1:] != [stop]:
     with torch.no_grad():
@@ -132,7 +132,9 @@ def smollm2(path: pathlib.Path) -> None:
     arrays[f"columns_{i}"] = logits[:, COLUMNS]
     arrays[f"argmax_{i}"] = logits.argmax(-1).astype(np.int32)
     records.append({"text": text, "ids": ids})
-  records[0]["answer"] = _greedy(model, records[0]["ids"], 2)
+  records[0]["answer"] = _greedy(
+    model, records[0]["ids"], None
+  )  # Past the end.
   for question in CHATS:
     message = {"role": "user", "content": question}
     text = tokenizer.apply_chat_template(
