@@ -9,6 +9,7 @@ from jaxrl_post import types
 from jaxrl_post.algos import baselines
 from jaxrl_post.algos import objective as objectives
 from jaxrl_post.data import pack, segments
+from jaxrl_post.data import tokenizer as tokenizers
 from jaxrl_post.envs import (
   conversations,
   conversing,
@@ -328,3 +329,24 @@ def test_what_cannot_be_is_refused_in_one_line():
   }
   with pytest.raises(types.InputError, match="env.renewal.max_rows: .*got 4"):
     costs.setting(tree, 1)
+
+
+def test_without_a_template_a_summary_is_text_and_nothing_is_retold():
+  plain = tokenizers.characters("016 ")
+
+  class Tools(Says):
+    schemas = ({"type": "function"},)
+
+  def built(renews) -> Any:
+    cfg = multi_turn.Conversation(environment=Tools, renewal=renews)
+    return conversations.build(
+      cfg, Tools(), 1, types.SamplingParams(max_tokens=8), plain, max_prompt=8
+    )
+
+  env = built(renewal.Renewal())
+  said = ({"role": "user", "content": "60 "}, {"role": "tool", "content": "1"})
+  assert env.render(said) == plain.prompt_ids("60 1")[0]
+  with pytest.raises(types.RunError, match="with some text .*Mend the env"):
+    env.render(({"role": "user", "content": ""},))
+  with pytest.raises(types.InputError, match="^env.renewal.retell: .*got true"):
+    built(RETELL)

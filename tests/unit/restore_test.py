@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_post import types
 from jaxrl_post.data import frontier as frontiers
-from jaxrl_post.envs import conversing
+from jaxrl_post.envs import conversing, renewal
 from jaxrl_post.envs import cut as cuts
 from jaxrl_post.envs import ledger as ledgers
 from tests.unit import conversing_test as single
@@ -217,6 +217,74 @@ def test_a_state_that_json_cannot_hold_ends_the_run(state):
     lockstep=True,
   )
   talks.add(single.env_of(Odd()).request(single.PROMPTS[0]))
-  talks.step(None, 0)
   with pytest.raises(types.RunError, match="save.. to return what JSON can"):
-    talks.partials()
+    talks.step(None, 0)
+
+
+def test_a_cut_only_copies_and_a_save_or_restore_that_hangs_is_late():
+  never = threading.Event()
+
+  class Hangs(Restores):
+    def save(self, state):
+      if state[1] == 2:
+        never.wait()
+      return super().save(state)
+
+    def restore(self, prompt, saved):
+      never.wait()
+
+    def failed(self, state, reason):
+      assert reason == "no answer within 0.3 s"
+      return dataclasses.replace(
+        single.Counts.step(self, state, ""), state=(0, 3)
+      )
+
+  env = single.env_of(Hangs(), group=1, timeout_s=0.3)
+  talks = conversing.Conversing(
+    single.Engine(), env, single.PROMPTS.__getitem__, lockstep=True
+  )
+  talks.add(env.request(single.PROMPTS[0]))
+  talks.step(None, 0)
+  kept = talks.partials()
+  assert [p.talk.state for p in kept] == ['{"done": 1}']
+  talks.step(None, 0)
+  (late,) = talks.partials()
+  assert late.talk.turns[-1].timeouts == 1
+  assert late.talk.state == '{"done": 3}'
+  request = dataclasses.replace(env.request(single.PROMPTS[0]), begun=kept)
+  again = conversing.Conversing(
+    single.Engine(), env, single.PROMPTS.__getitem__, lockstep=True
+  )
+  with pytest.raises(types.RunError, match="restore.. to end within 0.3 s"):
+    again.add(request)
+  never.set()
+
+
+@pytest.mark.parametrize(
+  ("change", "keeps"),
+  [
+    ({}, True),
+    ({"history": ({"role": "user", "content": "p"},)}, False),
+    (
+      {
+        "before": types.Completion(
+          uid=0, tokens=(), logprobs=(), versions=(), finish="stop"
+        )
+      },
+      False,
+    ),
+  ],
+)
+def test_with_renewal_a_first_row_is_kept_under_its_uid(change, keeps):
+  env = single.env_of(Restores(), renewal=renewal.Renewal())
+  talks = conversing.Conversing(
+    single.Engine(), env, single.PROMPTS.__getitem__, lockstep=True
+  )
+  talks.add(env.request(single.PROMPTS[1]))
+  talks.step(None, 0)
+  talks._talks = {
+    uid: dataclasses.replace(talk, **change)
+    for uid, talk in talks._talks.items()
+  }
+  kept = talks.partials()
+  assert [p.uid for p in kept] == ([2, 3] if keeps else [])

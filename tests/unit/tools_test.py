@@ -420,3 +420,32 @@ def test_tools_that_are_none_are_refused():
       tools.Tools(given, style="hermes")
   with pytest.raises(types.InputError, match="style: expected one of"):
     tools.Tools(TOOLS.tools, style="own")
+
+
+def test_names_are_closed_by_the_schema_of_the_value_and_not_by_a_branch():
+  ways = [
+    {"properties": {name: {"type": "string"}}, "required": [name]}
+    for name in ("a", "b")
+  ]
+  schema = {
+    "type": "object",
+    "properties": {"a": {}, "b": {}},
+    "anyOf": [*ways, {"properties": {"a": {}}, "required": ["b"]}],
+  }
+  schemas.check(schema, "x")
+  assert not schemas.mismatch(schema, {"a": "1", "b": "2"}, "x")
+  assert "expected 'a'" in schemas.mismatch(schema, {}, "x")
+  assert "got 'c'" in schemas.mismatch(schema, {"a": "1", "c": 1}, "x")
+  # A branch that forbids other names does.
+  shut = {**ways[0], "additionalProperties": False}
+  schema = {**schema, "anyOf": [shut]}
+  assert "got 'b'" in schemas.mismatch(schema, {"a": "1", "b": "2"}, "x")
+  # Anything is allowed by {}, which closes nothing.
+  free = {
+    "type": "object",
+    "properties": {},
+    "required": ["q"],
+    "additionalProperties": {},
+  }
+  schemas.check(free, "x")
+  assert not schemas.mismatch(free, {"q": 1}, "x")

@@ -87,11 +87,20 @@ def build(
     sampling: how each is sampled.
     tokenizer: of the run.
     max_prompt: longest prompt that the engine takes; read with `cfg.renewal`.
+
+  Raises:
+    InputError: conversations are to be told anew without a chat template.
   """
   single = single_turn.SingleTurn(group_size, sampling, tokenizer.decode)
   if cfg is None or environment is None:
     return single
   schemas = tuple(environment.schemas)
+  templated = tokenizer.has_chat_template
+  if cfg.renewal is not None and cfg.renewal.retell and not templated:
+    raise types.InputError(
+      "env.renewal.retell: expected false without a chat template, which alone "
+      "can tell a conversation anew, got true. Leave it out."
+    )
 
   def encode(
     messages: Sequence[multi_turn.Message], ended: bool
@@ -99,8 +108,15 @@ def build(
     return tokenizer.continuation(messages, tools=schemas, ended=ended)
 
   def render(messages: Sequence[multi_turn.Message]) -> tuple[int, ...]:
-    whole = messages if tokenizer.has_chat_template else renewal.text(messages)
-    return tokenizer.prompt_ids(whole, tools=schemas)[0]
+    if templated:
+      return tokenizer.prompt_ids(messages, tools=schemas)[0]
+    text = renewal.text(messages)
+    if not text:
+      raise types.RunError(
+        "env.environment: expected messages with some text in the place of the "
+        f"others, got {messages!r}. Mend the environment."
+      )
+    return tokenizer.prompt_ids(text)[0]
 
   if cfg.renewal is None:
     return multi_turn.MultiTurn(single, cfg, environment, encode)

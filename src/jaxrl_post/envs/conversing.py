@@ -253,11 +253,9 @@ class Conversing:
     """Returns the conversations that have begun and can go on.
 
     Those whose turn an engine elsewhere has half made are as they were before
-    it. Those of which turns were answered need a `restore.Restorable`, and no
-    `renewal`; those that wait for an answer, no experts that are noted.
-
-    Raises:
-      RunError: see `restore.kept`.
+    it. Those of which turns were answered need a `restore.Restorable`, and
+    must be in their first row without `retell`; those that wait for an answer,
+    no experts that are noted.
     """
     half = {partial.uid: partial for partial in self._engine.partials()}
     found = [self._partial(uid, half.get(uid)) for uid in sorted(self._talks)]
@@ -270,9 +268,7 @@ class Conversing:
     talk, made = self._talks[uid], self._asked.get(uid)
     if made is None and not talk.turns:
       return half
-    if self._env.cfg.renewal is not None:  # Earlier rows are not kept.
-      return None
-    if made is not None and made.routing is not None:  # Nor are experts.
+    if made is not None and made.routing is not None:  # They are not kept.
       return None
     if made is not None:
       half = types.Partial(
@@ -302,7 +298,9 @@ class Conversing:
       last = types.Turn(end=len(made.tokens), whole=False)
       return self._env.ended(talk, made, last)
     self._asked[made.uid] = made
-    self._desk.ask(_Call(made, functools.partial(self._env.ask, talk, made)))
+    self._desk.ask(
+      _Call(made, functools.partial(restore.ask, self._env, talk, made))
+    )
     return None
 
   def _answers(self) -> list[_Call]:
@@ -346,7 +344,8 @@ class Conversing:
         call.made.uid,
         reason,
       )
-    return self._env.excuse(talk, call.made, reason, late=late)
+    answer = self._env.excuse(talk, call.made, reason, late=late)
+    return dataclasses.replace(answer, saved=restore.saved(self._env, answer))
 
 
 class _Rounds:

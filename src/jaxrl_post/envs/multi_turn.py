@@ -57,8 +57,9 @@ class Step:
 class Environment(Protocol):
   """Whom the policy talks to. States are not changed, but replaced.
 
-  `step` may be called again for the same state: where a stop of the run breaks
-  it off, and, unless there is a `restore.Restorable`, for one that begins anew.
+  `step` may be called again for the same state: a run that goes on has the
+  answers that its checkpoint has, and asks for all later ones again; unless
+  there is a `restore.Restorable`, also those of a conversation past its first.
   """
 
   @property
@@ -333,7 +334,11 @@ class MultiTurn:
     if len(whole.turns) >= self.cfg.max_turns:
       return limit
     talk = dataclasses.replace(
-      talk, state=step.state, turns=whole.turns, history=answer.history
+      talk,
+      state=step.state,
+      turns=whole.turns,
+      history=answer.history,
+      saved=answer.saved,
     )
     if answer.prompt:
       number = len(whole.segments) + 1
@@ -445,6 +450,7 @@ class Talk:
     before: what was made in rows before this one, which is the newest of its
       segments; None in the first.
     history: all messages so far, if they are told anew for each turn.
+    saved: its state as JSON, if the environment is a `restore.Restorable`.
   """
 
   request: types.Request
@@ -452,6 +458,7 @@ class Talk:
   turns: tuple[types.Turn, ...]
   before: types.Completion | None = None
   history: tuple[Message, ...] = ()
+  saved: str = ""
 
 
 @types.host_record
@@ -465,6 +472,7 @@ class Answer:
     prompt: all of the conversation as ids, if it begins anew.
     history: see `Talk`, from now on.
     late: whether it stands for one that took too long.
+    saved: see `Talk`, of the state from now on.
   """
 
   step: Step
@@ -472,3 +480,4 @@ class Answer:
   prompt: tuple[int, ...] = ()
   history: tuple[Message, ...] = ()
   late: bool = False
+  saved: str = ""

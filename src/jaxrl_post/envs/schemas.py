@@ -71,7 +71,9 @@ def check(schema: Any, place: str) -> None:
   _check(schema, place, 0)
 
 
-def _check(schema: Any, place: str, level: int) -> None:
+def _check(
+  schema: Any, place: str, level: int, *, branch: bool = False
+) -> None:
   if not isinstance(schema, Mapping):
     raise _wrong(place, "a JSON schema", schema)
   if level > _MOST_LEVELS:
@@ -86,12 +88,14 @@ def _check(schema: Any, place: str, level: int) -> None:
       )
     if key in _RULES and not _RULES[key][1](value):
       raise _wrong(f"{place}.{key}", _RULES[key][0], value)
-  closed = "properties" in schema and not schema.get("additionalProperties")
+  others = schema.get("additionalProperties", branch)
+  closed = "properties" in schema and others is False
   for name in schema.get("required", ()) if closed else ():
     if name not in schema["properties"]:  # Every call would be refused.
       raise _wrong(f"{place}.required", "names of properties", name)
   for name, inner in _held(schema):
-    _check(inner, f"{place}.{name}", level + 1)
+    branch = name.startswith("anyOf[")
+    _check(inner, f"{place}.{name}", level + 1, branch=branch)
 
 
 def _held(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -106,18 +110,21 @@ def _held(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "additionalProperties", schema["additionalProperties"]
 
 
-def mismatch(schema: Mapping[str, Any], value: Any, place: str) -> str:
+def mismatch(
+  schema: Mapping[str, Any], value: Any, place: str, *, branch: bool = False
+) -> str:
   """Says what of a value is not as its JSON schema wants it.
 
   Args:
     schema: of the value, as `check` lets pass.
     value: as JSON has it.
     place: what it is called.
+    branch: whether the schema is one of several that `anyOf` has for the value.
 
   Returns:
     The first fault, by any of `CHECKED`, also in what the value holds; empty if
     there is none. Names beyond `properties` are one, unless
-    `additionalProperties` allows them.
+    `additionalProperties` allows them; in a branch only where it forbids them.
   """
   kinds = _kinds(schema)
   if kinds and not any(_KINDS[kind](value) for kind in kinds):
@@ -132,13 +139,15 @@ def mismatch(schema: Mapping[str, Any], value: Any, place: str) -> str:
     if given and not holds(measure(value), schema[key]):
       return f"{place}: expected {key} {schema[key]}, got {_short(value)}"
   ways = schema.get("anyOf", ())
-  faults = [mismatch(way, value, place) for way in ways]
+  faults = [mismatch(way, value, place, branch=True) for way in ways]
   if faults and all(faults):
     return faults[0] if len(faults) == 1 else f"{faults[0]}, or other forms"
-  return _mismatch_inside(schema, value, place)
+  return _mismatch_inside(schema, value, place, branch=branch)
 
 
-def _mismatch_inside(schema: Mapping[str, Any], value: Any, place: str) -> str:
+def _mismatch_inside(
+  schema: Mapping[str, Any], value: Any, place: str, *, branch: bool
+) -> str:
   """Says the same of what an object or an array holds."""
   if _KINDS["array"](value) and "items" in schema:
     faults = (
@@ -153,7 +162,8 @@ def _mismatch_inside(schema: Mapping[str, Any], value: Any, place: str) -> str:
       return f"{place}: expected {name!r}, got {_short(list(value))}"
   known = schema.get("properties", {})
   # JSON Schema allows what it does not name; a function has no place for it.
-  others = schema.get("additionalProperties", "properties" not in schema)
+  unnamed = branch or "properties" not in schema
+  others = schema.get("additionalProperties", unnamed)
   for name, one in value.items():
     if name not in known and others is False:
       return f"{place}: expected names of {list(known)}, got {name!r}"
