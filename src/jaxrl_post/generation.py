@@ -432,6 +432,7 @@ def tester(
       log=log,
       clock=clock,
       stopping=lambda: bool(hosts.stopping),
+      patience_s=cfg.stream.stall_s + cfg.evaluation.timeout_s,
     )
 
   def scored(policy: types.Policy) -> dict[str, float]:

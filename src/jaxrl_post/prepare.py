@@ -11,7 +11,7 @@ from absl import logging
 
 from jaxrl_post import config, types
 from jaxrl_post.algos import probe
-from jaxrl_post.data import dataset, pack
+from jaxrl_post.data import curriculum, dataset, pack
 from jaxrl_post.data import tokenizer as tokenizers
 from jaxrl_post.envs import conversations, events, work
 from jaxrl_post.envs import ledger as ledgers
@@ -91,12 +91,11 @@ def prepare(cfg: config.Run) -> Parts:
   Raises:
     InputError: what the configuration names is missing, or does not fit.
   """
-  if cfg.data.curriculum is not None and cfg.stream.filter_zero_signal:
-    raise types.InputError(
-      "stream.filter_zero_signal: expected false with data.curriculum, as a "
-      "level that is solved altogether would train nothing, and so never rise, "
-      "got true. Leave one of them out."
-    )
+  curriculum.check(
+    cfg.data.curriculum,
+    filters=cfg.stream.filter_zero_signal,
+    warm_up=cfg.warmup.num_steps,
+  )
   shaped = model(cfg)
   shape = shaped.config
   if cfg.model.path is not None and isinstance(shape, transformer.Config):
@@ -476,9 +475,11 @@ def plan(
   reward_model.check(
     cfg.rewards.model, cfg.placement, shares, processes=processes
   )
-  if len(parts.data.train) < cfg.groups_per_step:
+  draws, ladder = len(parts.data.train), parts.data.train.ladder
+  draws = draws if ladder is None else curriculum.asked(ladder, draws)
+  if draws < cfg.groups_per_step:
     raise types.InputError(
-      f"groups_per_step: expected at most the {len(parts.data.train)} prompts "
+      f"groups_per_step: expected at most the {draws} prompts "
       f"of all epochs, got {cfg.groups_per_step}. Lower it, or raise "
       "data.epochs."
     )

@@ -67,7 +67,9 @@ class Trained:
 
 
 @contextlib.contextmanager
-def opened(lane, score, lines, *, due=lambda step: True, stop=lambda: False):
+def opened(
+  lane, score, lines, *, due=lambda step: True, stop=lambda: False, patience=20
+):
   clock = clocks.Clock(("generation", "training"))
   tests = beside.Tests(
     lane,
@@ -76,6 +78,7 @@ def opened(lane, score, lines, *, due=lambda step: True, stop=lambda: False):
     log=lambda step, values: lines.append(("evaluated", step)),
     clock=clock,
     stopping=stop,
+    patience_s=patience,
   )
   try:
     yield tests
@@ -183,6 +186,35 @@ def test_what_an_evaluation_raises_ends_the_run():
     tests(streams.FIRST, 1)
     with pytest.raises(types.RunError, match="boom"):
       tests.finish()
+
+
+def test_what_it_raises_as_the_run_is_to_stop_is_not_the_runs_fault(caplog):
+  stop, lines = threading.Event(), []
+
+  def score(policy, ends):
+    assert stop.wait(streams.LATE_S)
+    raise types.RunError("the signal ended the reward workers, too")
+
+  with (
+    caplog.at_level(logging.WARNING),
+    opened(beside.Lane(), score, lines, stop=stop.is_set) as tests,
+  ):
+    tests(streams.FIRST, 2)
+    stop.set()
+    assert tests._thread is not None
+    tests._thread.join(streams.LATE_S)
+    tests.finish()
+  assert lines == []
+  assert "evaluation of step 2: abandoned" in caplog.text
+
+
+def test_an_environment_that_hangs_before_any_block_ends_the_run():
+  hangs = threading.Event()
+  with opened(beside.Lane(), lambda p, _: hangs.wait(), [], patience=0.1) as it:
+    it(streams.FIRST, 2)
+    with pytest.raises(types.RunError, match=r"step 2: .* within 0\.1 s"):
+      it.finish()
+  hangs.set()
 
 
 def test_without_blocks_an_evaluation_has_a_deadline():

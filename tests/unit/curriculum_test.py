@@ -288,6 +288,31 @@ def test_tasks_that_cannot_be_told_apart_or_weighed_are_refused(
     curriculum.Tasks(tasks, weights)
 
 
+def test_a_batch_is_counted_by_what_is_asked_at_the_first_level():
+  # Of 12 draws of a task with 4 levels, 3 are asked; 13 and on, 4.
+  on = ladder(CLIMB, curriculum.Tasks((Task("sums", 4),)))
+  assert [curriculum.asked(on, n) for n in (12, 13, 16, 17)] == [3, 4, 4, 5]
+
+
+@pytest.mark.parametrize(
+  ("options", "name"),
+  [
+    ({"filters": True, "warm_up": 0}, "stream.filter_zero_signal"),
+    ({"filters": False, "warm_up": 3}, "warmup.num_steps"),
+  ],
+)
+def test_what_does_not_go_with_levels_is_refused(options, name):
+  curriculum.check(None, **options)
+  with pytest.raises(types.InputError, match=f"{name}: expected"):
+    curriculum.check(CLIMB, **options)
+
+
+def test_weights_that_nothing_goes_by_are_refused():
+  weighted = curriculum.Tasks((Task("sums", 4), Task("words", 2)), (2, 1))
+  with pytest.raises(types.InputError, match="data.train.weights: .* without"):
+    dataset.Data(train=weighted)
+
+
 def test_a_curriculum_asks_for_levels_and_for_no_pool():
   plain = sources.Generated(lambda i: types.Example(prompt="a", reference=i), 2)
   with pytest.raises(types.InputError, match="whose tasks have levels, got G"):
@@ -329,6 +354,6 @@ def test_gym_refuses_what_has_no_curriculum_or_no_such_level():
     gym.Levels("basic_arithmetic", 0, 1)
   # A rotation by 50 letters, in the package's own curriculum.
   task = gym.Levels("caesar_cipher", 3, 1)
-  with pytest.raises(types.InputError, match="got level 2 .*Lower data.most"):
+  with pytest.raises(types.InputError, match="got level 2 .*Lower most"):
     task.levels()
   assert len(dataclasses.replace(task, most=2).levels()) == 2

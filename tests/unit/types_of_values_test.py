@@ -11,14 +11,17 @@ import sys
 MADE = """
 import json
 from jaxrl_post import types
-from jaxrl_post.data import dataset, mixture, sources
+from jaxrl_post.data import curriculum, dataset, gym, mixture, sources
 from jaxrl_post.envs import pass_at_k
 source = sources.Jsonl("a")
+task = gym.Levels("basic_arithmetic", 3, 1)
 makers = {
   "source.limit": lambda: sources.Jsonl("a", limit=2.5),
   "source.path": lambda: sources.Jsonl(5).load(),
   "data.train": lambda: dataset.Data("a.jsonl"),
   "data.held_out": lambda: dataset.Data(source, held_out="a.jsonl"),
+  "data.train.tasks": lambda: curriculum.Tasks((source,)),
+  "data.train.weights": lambda: curriculum.Tasks((task,), weights=("3",)),
   "mixture.weights": lambda: mixture.Mixture((source, source), ("a", 1)),
   "evaluation.samples.number": lambda: pass_at_k.Samples(2.5, bool),
   "evaluation.samples.success": lambda: pass_at_k.Samples(2, 5),

@@ -88,10 +88,18 @@ class Tasks:
   weights: tuple[float, ...] | None = None
 
   def __post_init__(self) -> None:
+    strange = [task for task in self.tasks if not isinstance(task, Levelled)]
+    if strange:
+      raise types.InputError(
+        "data.train.tasks: expected tasks with levels, such as gym.Levels, got "
+        f"{strange[0]!r:.100}. Correct the experiment."
+      )
     names, weights = [task.name for task in self.tasks], self.weights
     clear = all(map(_NAME.fullmatch, names)) and len({*names}) == len(names)
     fits = weights is None or len(weights) == len(names)
-    positive = all(0 < weight < math.inf for weight in weights or ())
+    positive = all(
+      isinstance(w, int | float) and 0 < w < math.inf for w in weights or ()
+    )
     rules = (
       (bool(names), "tasks", "at least one", "none"),
       (clear, "tasks", "different names of letters and digits", names),
@@ -139,6 +147,11 @@ class Ladder:
     """The highest level of each task."""
     return dict(sorted(self.parts, key=lambda part: part[1]))
 
+  @property
+  def period(self) -> int:
+    """Draws until the pattern repeats."""
+    return len(self.pattern)
+
   def at(self, draw: int) -> tuple[str, int]:
     """Returns task and level of a draw."""
     return self.parts[int(self.pattern[draw % len(self.pattern)])]
@@ -176,6 +189,39 @@ def ladder(
   rounds = mixture.pattern(weights or [1] * len(each)).tolist()
   pattern = np.asarray([part for task in rounds for part in each[task]])
   return Ladder(cfg=cfg, parts=tuple(parts), pattern=pattern)
+
+
+def asked(on: Ladder, draws: int) -> int:
+  """Counts the draws that are asked if all tasks stay where they begin."""
+  starts = np.asarray([on.at(i)[1] == on.cfg.start for i in range(on.period)])
+  periods, rest = divmod(draws, on.period)
+  return periods * int(starts.sum()) + int(starts[:rest].sum())
+
+
+def check(cfg: Curriculum | None, *, filters: bool, warm_up: int) -> None:
+  """Refuses what does not go with levels.
+
+  Args:
+    cfg: the curriculum, if there is one.
+    filters: whether groups without signal are left out.
+    warm_up: steps on demonstrations.
+
+  Raises:
+    types.InputError: names the setting.
+  """
+  if cfg is None:
+    return
+  if filters:
+    raise types.InputError(
+      "stream.filter_zero_signal: expected false with data.curriculum, as a "
+      "level that is solved altogether would train nothing, and so never rise, "
+      "got true. Leave one of them out."
+    )
+  if warm_up:
+    raise types.InputError(
+      "warmup.num_steps: expected 0 with data.curriculum, as demonstrations "
+      f"would be of all levels, got {warm_up}. Leave one of them out."
+    )
 
 
 # -------------------------------------------------------------- what was shown

@@ -85,6 +85,12 @@ class Data:
       raise types.InputError(
         "data: expected one of tokenizer and alphabet, got both. Drop one."
       )
+    weighted = isinstance(self.train, curricula.Tasks) and self.train.weights
+    if weighted and self.curriculum is None:
+      raise types.InputError(
+        "data.train.weights: expected None without data.curriculum, which "
+        f"alone goes by them, got {weighted}. Leave one out, or set the other."
+      )
     if self.curriculum is not None:
       self._check_levels()
     least = 0 if self.pool is None else self.pool.results

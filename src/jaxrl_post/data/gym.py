@@ -162,7 +162,7 @@ class Levels:
       reason = " ".join(str(error).split())
       raise types.InputError(
         f"source.most: expected levels of {self.name} that reasoning-gym has "
-        f"entries of, got level {level} ({reason}). Lower data.most, or "
+        f"entries of, got level {level} ({reason}). Lower most, or "
         "correct its options."
       ) from error
 

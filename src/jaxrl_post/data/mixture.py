@@ -198,9 +198,9 @@ def _whole(weights: Sequence[float]) -> list[int]:
   whole = [weight // divisor for weight in whole]
   if sum(whole) > MAX_PERIOD:
     raise types.InputError(
-      "mixture.weights: expected ratios that come out even within "
+      "data.train.weights: expected ratios that come out even within "
       f"{MAX_PERIOD} draws, got {tuple(weights)}. Round them: 2 and 1 instead "
-      "of 0.6666667 and 0.3333333. The sizes of the sources are the default."
+      "of 0.6666667 and 0.3333333, or leave them out."
     )
   return whole
 

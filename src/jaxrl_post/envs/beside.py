@@ -165,8 +165,18 @@ class Lane:
         self.changed.wait(_GLANCE_S)
     return [task.done[uid] for request in requests for uid in request.uids]
 
-  def block(self, clock: clocks.Clock) -> None:
-    """Makes the next blocks, if any; called by the thread that samples."""
+  @property
+  def moved(self) -> float:
+    """When something was asked for or made last, by time.monotonic()."""
+    return self._moved
+
+  def block(self, clock: clocks.Clock, moved: Callable[[], None]) -> None:
+    """Makes the next blocks, if any; called by the thread that samples.
+
+    Args:
+      clock: accounts for them.
+      moved: told of each, under `changed`.
+    """
     for _ in range(self._blocks):
       task = self._task
       if task is None:
@@ -174,8 +184,11 @@ class Lane:
       with clock.span("generation", "eval", "evaluate"):
         made = task.engine.step(task.policy.params, task.policy.version)
       with self.changed:
-        task.done |= {completion.uid: completion for completion in made}
+        # Nobody trains on these: the experts that they went through may go.
+        done = [dataclasses.replace(one, routing=None) for one in made]
+        task.done |= {completion.uid: completion for completion in done}
         self._moved = time.monotonic()
+        moved()
         if not task.engine.busy and self._task is task:
           self._task = None
           self.changed.notify_all()
@@ -215,6 +228,7 @@ class Tests:
     log: Callable[[int, Mapping[str, float]], None],
     clock: clocks.Clock,
     stopping: Callable[[], bool],
+    patience_s: float,
   ) -> None:
     """Begins nothing.
 
@@ -225,8 +239,11 @@ class Tests:
       log: takes step and metrics of an evaluation that has ended.
       clock: accounts for the waits of training.
       stopping: whether the run was asked to stop.
+      patience_s: longest time in which nothing of an evaluation moves, its
+        rewards included.
     """
     self._lane, self._score, self.due = lane, score, due
+    self._patience_s = patience_s
     self._log, self._clock, self._stopping = log, clock, stopping
     self._open: tuple[int, concurrent.futures.Future] | None = None
     self._thread: threading.Thread | None = None
@@ -297,13 +314,23 @@ class Tests:
   def _wait(self) -> None:
     """Waits for the end of what is under way, or for the run to stop.
 
-    The thread of the evaluation has deadlines for all that it waits for.
+    Raises:
+      RunError: nothing of it moved for so long that it hangs.
     """
     if self._open is None:
       return
+    step, future = self._open
+    begun = time.monotonic()
     with self._clock.span("training", "eval", "await"):
-      while not self._open[1].done() and not self._stopping():
-        concurrent.futures.wait([self._open[1]], _GLANCE_S)
+      while not future.done() and not self._stopping():
+        concurrent.futures.wait([future], _GLANCE_S)
+        still = time.monotonic() - max(begun, self._lane.moved)
+        if still > self._patience_s and not future.done():
+          raise types.RunError(
+            f"evaluation of step {step}: expected a block or its rewards "
+            f"within {self._patience_s:g} s (stream.stall_s + "
+            "evaluation.timeout_s), got none"
+          )
     self._collect()
 
   def _collect(self) -> None:
@@ -311,11 +338,12 @@ class Tests:
     if self._open is None or not self._open[1].done():
       return
     (step, future), self._open = self._open, None
-    values = future.result()
-    if values:
-      self._log(step, values)
-    elif self._stopping():
+    # A signal may have ended the reward workers, too.
+    failed = future.exception() is not None
+    if self._stopping() and (failed or not future.result()):
       _say_abandoned(step)
+    elif values := future.result():
+      self._log(step, values)
 
 
 def _say_abandoned(step: int) -> None:

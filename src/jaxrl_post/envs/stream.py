@@ -308,7 +308,7 @@ class Stream:
   def _pump(self) -> None:
     """Moves everything on by at most one block."""
     with self._clock.span("generation", "wait/host"):
-      self._lane.block(self._clock)
+      self._lane.block(self._clock, self._moved)
       rollouts = self._arrived()
       with self._changed:
         for rollout in rollouts:

@@ -104,8 +104,8 @@ class Programs:
 
     Args:
       state: after the update whose policy it is.
-      old: the policy before, which nobody samples from any more; its memory
-        is freed first where the placement says so. Weights that no update
+      old: the policy before. Where the placement says so its memory is freed
+        first, and nobody samples from it any more. Weights that no update
         changes are taken from it and not sent again.
 
     Returns:

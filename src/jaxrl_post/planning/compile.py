@@ -213,7 +213,9 @@ def run(
     how = "compiled" if step.memory else f"REFUSED ({step.refusal})"
     say(f"{name}: {how} in {step.compile_s:.1f} s")
   leaves = place.publisher.leaves
-  held, shared = _held(place, trainer), place.meshes.shared
+  beside = cfg.evaluation.beside is not None
+  held = _held(place, trainer, beside=beside)
+  shared = place.meshes.shared
   if shared:
     held = held[0] | held[1], held[0] | held[1]
   return Report(
@@ -351,9 +353,13 @@ def _calls(cfg: config.Run) -> dict[str, int]:
 
 
 def _held(
-  place: programs.Programs, trainer: trainers.Trainer
+  place: programs.Programs, trainer: trainers.Trainer, *, beside: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
-  """Returns bytes that stay on a training and on a generating device."""
+  """Returns bytes that stay on a training and on a generating device.
+
+  With an evaluation `beside` training, which has weights and a cache of its
+  own.
+  """
   assert place.steps is not None, "not in mode roles"
   state = trainer.abstract
   training = {
@@ -374,6 +380,9 @@ def _held(
     generation["next weights"] = weights
   cache = place.steps.state
   generation["cache"] = _bytes((cache.own, cache.prompt))
+  if beside:
+    generation["evaluated weights"] = weights
+    generation["cache of evaluation"] = generation["cache"]
   return (
     {name: size for name, size in training.items() if size},
     generation,
